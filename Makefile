@@ -1,6 +1,7 @@
 # make run   sets up .venv and executes every notebook with papermill
 # make test  sets up .venv, lints, type-checks, runs pytest and nbval
 # make test-fast  runs the quick unit tests, for the edit loop
+# make mutations  changes the numerical core in thousands of places, and says which changes no test notices (hours)
 # make portable  runs the unit tests and all notebooks as on other machines (an hour; CI does so at night)
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make slides  makes a lecture of 45 minutes of the short route's pages: book/slides.html
@@ -25,7 +26,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb notebooks/appendix/*.ipynb))
 # Bytecode is kept, whatever the shell says: without it each process compiles PyTorch's modules anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run models text test test-fast portable sweep lint lab book slides browser clean
+.PHONY: run models text test test-fast mutations portable sweep lint lab book slides browser clean
 
 # uv is the faster, and is taken where there is one, unless pip is told of an index or of files on this disk, which uv
 # would not look at. INSTALLER=pip or INSTALLER=uv decides it otherwise.
@@ -65,6 +66,10 @@ test: $(VENV)/.installed
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit -m "not slow" $(IN_PARALLEL)
 
+# MUTANTS="sinkutils.ledger.*" takes those of one part.
+mutations: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run $(MUTANTS)
+
 # CAPABILITIES="avx2" THREADS=1 runs one setting of six.
 CAPABILITIES ?= default avx2 avx512
 THREADS ?= 1 2
@@ -85,6 +90,7 @@ lab: text
 
 book: $(BOOK_VENV)/.installed
 	rm -rf book
+	$(BOOK_VENV)/bin/python docs/gallery.py
 	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d book/doctrees . book/html
 	mkdir -p book/html/docs/lab
 	cp docs/lab/index.html book/html/docs/lab/
@@ -96,4 +102,4 @@ browser: book $(VENV)/.installed
 	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_book.py tests/end_to_end/test_lab_page.py tests/end_to_end/test_jupyterlab.py
 
 clean:
-	rm -rf $(VENV) $(BOOK_VENV) build book rendered *.egg-info
+	rm -rf $(VENV) $(BOOK_VENV) build book docs/gallery docs/gallery.md rendered *.egg-info

@@ -136,7 +136,7 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     import sinkutils as su
     from sinkutils.study.record import read_record, record_folder
     from sinkutils.study.store import Runs
-    from sinkutils.training.checkpoints import read_checkpoint
+    from sinkutils.training.trainer import read_checkpoint
 
     whole, broken = (
         record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken")

@@ -16,9 +16,8 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.model.flash import flex_serves
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.grid import config
-from sinkutils.study.presets import PRESETS
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, usable_precision
 from sinkutils.training.trainer import device_name, reproducible
@@ -63,9 +62,6 @@ def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[
         run.graph = GraphedStep(run)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    if compile:
-        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        flex_serves(run.config.model.attention, device, dtype, run.config.model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     ready = 3 * seconds(lambda: run.advance(forward), 3, device)
     took = min(seconds(lambda: run.advance(forward), steps, device) for _ in range(rounds))

@@ -6,6 +6,9 @@
     python benchmarks/measure.py --model smollm2  a real one, in turns: 100 x 64 and 1 x 4096 tokens;
                                                   also --model gpt2, of random weights
 
+With --model, set MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ to 4000000000. Else glibc gives memory
+back and asks for it again, and page faults decide the ratio.
+
 GPT-2 of 124M parameters with random weights; time and memory do not depend on them. Every cell is a process of its
 own, so that its peak memory is its own. The ways:
 

@@ -8,7 +8,7 @@ exclude_patterns = [".*", "book", "build", "data"]  # not looked through: they a
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-myst_enable_extensions = ["dollarmath", "html_image"]
+myst_enable_extensions = ["dollarmath", "html_image", "attrs_inline"]
 myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"

@@ -155,7 +155,6 @@ def train_command(options: argparse.Namespace) -> None:
     """train or fine-tune one experiment and write its record; a killed run goes on where it was"""
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
-    from sinkutils.study.presets import PRESETS
     from sinkutils.study.record import short_name
     from sinkutils.training.group import joined
     from sinkutils.training.sweep import end_with_parent
@@ -166,7 +165,7 @@ def train_command(options: argparse.Namespace) -> None:
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    with joined(PRESETS[options.preset].parallel, device) as group:
+    with joined(device) as group:
         record = train(run, device=device, keep_weights=keep, group=group, **where)
     if not group.first:  # of several processes that train one run, the first speaks
         return
@@ -298,8 +297,6 @@ def measure_options(command: Parser) -> None:
     add("--bos", action="store_true", help="put a BOS first (the paper does not)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
-    add("--revision", help="of a hub id, such as step1000 of Pythia")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -314,7 +311,7 @@ def measure_command(options: argparse.Namespace) -> None:
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
-    loading = chosen(options, "device", "dtype", "revision", "runs", "trust_remote_code")
+    loading = chosen(options, "device", "dtype", "runs")
     texts = read_texts(options.text) if options.text else None
     kinds = [None] if options.text else options.probe
     size = (options.n, options.length, options.seed)
@@ -364,7 +361,7 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.files import not_saved, write_synced
+    from sinkutils.study.record import not_saved, write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from sinkutils import LMConfig, paths
-from sinkutils.data.cache import verified, write_meta
-from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.corpus import Corpus, load_corpus, verified, write_meta
 from sinkutils.data.packing import DataConfig
-from sinkutils.study import presets
+from sinkutils.study import experiments as presets
 from sinkutils.study.config import RunConfig, TrainConfig
 
 WORDS = (
@@ -76,9 +75,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, without records, whose smoke has a fifth of the steps: for commands that run in their own processes."""
     copy = tmp_path_factory.mktemp("checkout")
     for folder in ("sinkutils", "data"):
-        shutil.copytree(
-            paths.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "runs")
-        )
+        without = shutil.ignore_patterns("__pycache__", "runs")
+        shutil.copytree(paths.ROOT / folder, copy / folder, ignore=without)
     shutil.copy(paths.ROOT / "pyproject.toml", copy)
     file = copy / "data" / "presets.yaml"
     file.write_text(file.read_text().replace("{steps: 1000, ", "{steps: 200, "))

@@ -43,10 +43,8 @@ def tokens(samples: int = 3, length: int = 24) -> Tensor:
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:
     """What an operation has to leave as it was, besides weights: hooks, attributes, modes, the kind of attention."""
-    parts = [
-        (len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)), m.training)
-        for m in model.modules()
-    ]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    parts = hooks + [(set(vars(m)), m.training) for m in model.modules()]
     return model.config._attn_implementation, parts
 
 
@@ -54,9 +52,8 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
 def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
     """The attention maps (B, H, T, T) of the model's own eager attention, which is what `build` chooses."""
     assert model.config._attn_implementation == "eager"
-    return tuple(
-        m for m in model(ids, output_attentions=True, use_cache=False).attentions if m is not None
-    )
+    maps = model(ids, output_attentions=True, use_cache=False).attentions
+    return tuple(m for m in maps if m is not None)
 
 
 def eager_alpha(model: nn.Module, ids: Tensor, targets: tuple[int, ...]) -> Tensor:

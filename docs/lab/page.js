@@ -72,11 +72,10 @@ async function pass(name, tokens, { place, drop, hide, element, flat }) {
   return { ...result, ids, origin, labels: ids.map(TOKENIZER.label), shareIn };
 }
 
-// The same of a real model, if the text is one of its sentences.
+// The same of a real model: of the text, if that is one of its sentences, else of the first sentence.
 async function mapsOf(name) {
   const { texts, packed } = DATA.real[name];
-  const which = 2 * DATA.sentences.indexOf(state.text) + state.bos;
-  if (which < 0) return null;
+  const which = 2 * Math.max(0, DATA.sentences.indexOf(state.text)) + state.bos;
   shades[name] ??= new Uint8Array(await inflate(packed));
   const size = ({ labels: { length: T } }) => T * (T + 1) / 2; // a causal map's
   const { labels, alpha } = texts[which];
@@ -171,6 +170,7 @@ function show() {
     + (place ? ` To <fix>, now in place ${place + 1}, ${above(sinkOf(results.edited))} do.` : "")
     + (isLive() ? "" : ` Among ${length} tokens even attention gives it ${evenShare(length).toFixed(2)} `
       + `already. So the study reads ${CONTEXT}, where that is ${evenShare(CONTEXT).toFixed(2)}.`);
+  $("about-model").textContent = DATA.words[state.model][1];
   $("dots").textContent = place ? "its attention to <fix>" : "its α₁";
   showNumbers();
   showHeads();
@@ -266,11 +266,12 @@ function showModels() {
   for (const name of NAMES) {
     const card = $(`model-${name}`), [holder, , words] = card.children, result = results.byName[name];
     card.setAttribute("aria-pressed", name === state.model);
-    words.textContent = "ten sentences only";
+    if (!result) continue; // not yet
     holder.replaceChildren();
-    if (!result) continue;
     const { H } = configOf(name), shares = sinkOf(result), rows = shares.length / H;
+    const another = !(name in DATA.models) && !DATA.sentences.includes(state.text);
     words.textContent = `${above(shares)} of ${shares.length} heads`
+      + (another ? ", on its own text" : "")
       + (placeOfFixed(result) ? ` on <fix>, ${above(result.alpha)} on place 1` : "");
     const svg = picture(holder, H * 10, rows * 10, "");
     Object.entries({ width: 60, height: 60, preserveAspectRatio: "none", "aria-hidden": true })
@@ -319,10 +320,10 @@ function table(holder, rows) {
 
 function buildModels() {
   $("models").append(...NAMES.map((model) => {
-    const [title, about, head] = DATA.words[model], picture = make("span", { className: "figure" });
+    const [title, , head] = DATA.words[model], picture = make("span", { className: "figure" });
     const onclick = () => choose({ model, head: head ?? state.head });
     return make("button", { type: "button", id: `model-${model}`, onclick }, picture,
-      make("strong", {}, title), make("output", {}), make("small", {}, about));
+      make("strong", {}, title), make("output", {}));
   }));
 }
 

@@ -16,6 +16,8 @@ from sinkutils import checks
 from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -44,7 +46,7 @@ class DataConfig:
 class Batches:
     """Rows that are drawn in an order that depends on seed and step only."""
 
-    tokens: np.ndarray  # all that the rows hold
+    tokens: Any  # all that the rows hold
     length: int  # number of rows
 
     def __len__(self) -> int:
@@ -59,11 +61,13 @@ class Batches:
         step) only.
         """
         # The rows are numbered on from step to step: number n is place n mod N of epoch n div N.
-        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
+        numbers = np.arange(step * size, (step + 1) * size)
+        epochs, places = np.divmod(numbers, self.length)
         rows = np.empty(size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            rows[here] = _permutation(self.length, seed, epoch)[places[here]]
+            order = _permutation(self.length, seed, epoch)
+            rows[here] = order[places[here]]
         return self.take(rows)
 
 
@@ -76,23 +80,34 @@ class Chunks(Batches):
     """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
 
     Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a
-    document and the next chunk begins with the token that this one only predicts. Random access by
-    index; nothing is copied.
+    document and the next chunk begins with the token that this one only predicts.
+
+    device: where chunks are cut. On the CPU the tokens stay on disk; elsewhere all of them go to
+    the device once, and later only the numbers of the chunks.
     """
 
     def __init__(
-        self, corpus: Corpus, split: str, context_length: int, data: DataConfig, seed: int = 0
+        self,
+        corpus: Corpus,
+        split: str,
+        context_length: int,
+        data: DataConfig,
+        seed: int = 0,
+        device: torch.device = CPU,
     ) -> None:
-        self.tokens = corpus.tokens(split)
+        tokens = torch.from_numpy(corpus.tokens(split))  # unsigned, as on disk
         if split == "train":
-            self.tokens = self.tokens[: int(len(self.tokens) * data.share)]
-        self.context_length = context_length
+            tokens = tokens[: int(len(tokens) * data.share)]
+        if device.type != "cpu":  # few operations of a GPU know unsigned integers
+            tokens = tokens.int().to(device)
+        self.tokens = tokens
         self.data = data
         self.fix_id = corpus.fix_id
-        self.length = (len(self.tokens) - 1) // context_length
+        self.context_length = context_length
+        self.length = (len(tokens) - 1) // context_length
         require(
             self.length > 0,
-            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), "
+            f"corpus {corpus.name!r} has {len(tokens)} {split} tokens (share {data.share}), "
             f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
             "a smaller context_length",
         )
@@ -103,41 +118,26 @@ class Chunks(Batches):
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
         # tokens.
         size = (self.length, len(data.random_positions))
-        first, last = corpus.first_text_id, corpus.vocab_size
-        redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
-        places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
-        self.redrawn, self.places = torch.from_numpy(redrawn), torch.from_numpy(places)
+        first = corpus.first_text_id
+        last = corpus.vocab_size
+        of_tokens = np.random.default_rng([seed, 5])
+        of_places = np.random.default_rng([seed, 6])
+        redrawn = of_tokens.integers(first, last, size=size)
+        places = of_places.integers(context_length, size=self.length)
+        self.redrawn = torch.from_numpy(redrawn).to(device)
+        self.places = torch.from_numpy(places).to(device)
+        self.columns = torch.arange(context_length + 1, device=device)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
         rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
-        ids = self.cut(rows)
+        starts = rows[:, None] * self.context_length
+        ids: Tensor = self.tokens[starts + self.columns].long()
         for column, position in enumerate(self.data.random_positions):
             ids[:, position - 1] = self.redrawn[rows, column]
         if self.data.random_place:
             return ids.scatter_(1, self.places[rows][:, None], self.fix_id)
         return fix_position(ids, self.data.fixed_position, self.fix_id)
-
-    def cut(self, rows: Tensor) -> Tensor:
-        """The tokens of chunks by their numbers, (n, C + 1) int64."""
-        starts = rows.numpy()[:, None] * self.context_length
-        ids = self.tokens[starts + np.arange(self.context_length + 1)]
-        return torch.from_numpy(ids.astype(np.int64))
-
-
-class ChunksOnDevice(Chunks):
-    """The same chunks in the same order, cut on a device: what goes there later is their numbers."""
-
-    def __init__(self, *args: Any, device: torch.device) -> None:
-        super().__init__(*args)
-        # int32, as few operations know unsigned integers.
-        self.tokens_there = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
-        self.redrawn, self.places = self.redrawn.to(device), self.places.to(device)
-        self.columns = torch.arange(self.context_length + 1, device=device)
-
-    def cut(self, rows: Tensor) -> Tensor:
-        starts = rows[:, None] * self.context_length
-        return self.tokens_there[starts + self.columns].long()
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

@@ -137,7 +137,8 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
     with _LOCK:
         before = backend.encode_special_tokens
-        truncation, padding = backend.truncation, backend.padding
+        truncation = backend.truncation
+        padding = backend.padding
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()

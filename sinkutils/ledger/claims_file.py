@@ -41,8 +41,6 @@ from sinkutils.study.config import Json
 OF_ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
 OF_RUNS = (*OF_ONE_RUN, "more", "same", "kept", "alike", "loss", "worse")
 REAL = ("above", "below")  # of a real model's number
-# The paper's claims, those of later papers, those of this project.
-PARTS = ("paper", "later", "ours")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Claim:
     checks: tuple[Check, ...]
     given: tuple[Check, ...]
     paper: str = ""  # its numbers as printed
-    part: str = "paper"
+    part: str = "paper"  # "later": of a later paper; "ours": of this project
     gate: str = "trained"
     trivial: str = ""
     fresh: bool = False

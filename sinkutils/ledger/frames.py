@@ -10,7 +10,6 @@ import pandas as pd
 from sinkutils.ledger.live import live_heads
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
-from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.record import CorruptRecord, Folder, Record
 from sinkutils.study.store import Runs
 
@@ -34,16 +33,13 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     rows = []
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
-        row_of = EXPERIMENTS.get(record.experiment)
-        for name in ("title", "section", "item"):
-            row[name] = getattr(row_of, name, None)
         if record.config:
             try:
                 row |= _of_run(record)
             except CorruptRecord as error:  # of a stale one, which nothing has looked at before
                 row |= {"status": "corrupt", "reason": str(error)}
         rows.append(row)
-    return _frame(rows, "preset", *RUN, "status", "reason", "title", "section", "item", *SINKS)
+    return _frame(rows, "preset", *RUN, "status", "reason", *SINKS)
 
 
 def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
@@ -60,8 +56,8 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record, report, window in _done(preset, folder):
         found = by_block(report, window)
         found.pop("before_norm_ratio", None)
-        for block, values in enumerate(zip(*found.values(), strict=True), start=1):
-            rows.append(_whose(record) | {"block": block} | dict(zip(found, values, strict=True)))
+        for block, values in enumerate(pd.DataFrame(found).to_dict("records"), start=1):
+            rows.append(_whose(record) | {"block": block} | values)
     return _frame(rows, *RUN, "block", "excess_1")
 
 
@@ -71,13 +67,16 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """
     rows = []
     for record, report, window in _done(preset, folder):
-        alpha, star = np.array(report["alpha"][0]), report.get("alpha_star")
+        alpha = np.array(report["alpha"][0])  # (L, H), of the first token
+        star = report.get("alpha_star")
         excesses = excess(alpha, uniform_alpha(report["T"], 1, window))
-        for at in np.ndindex(alpha.shape):
-            row = _whose(record) | {"block": at[0] + 1, "head": at[1] + 1, "alpha_1": alpha[at]}
+        for block, head in np.ndindex(alpha.shape):
+            row = _whose(record) | {"block": block + 1, "head": head + 1}
+            row["alpha_1"] = alpha[block, head]
             if star:
-                row["alpha_star"] = star[at[0]][at[1]]
-            rows.append(row | {"excess_1": excesses[at]})
+                row["alpha_star"] = star[block][head]
+            row["excess_1"] = excesses[block, head]
+            rows.append(row)
     return _frame(rows, *RUN, "block", "head", "alpha_1", "excess_1")
 
 
@@ -125,17 +124,20 @@ def _of_run(record: Record) -> Json:
     if "report" in final:
         found = by_block(final["report"], config["model"]["attention"]["window"])
         first, *later = found["excess_1"]
-        row |= {"block_1": first, "later_blocks": np.mean(later) if later else None}
+        row["block_1"] = first
+        row["later_blocks"] = np.mean(later) if later else None
         row["live"] = found["live"].mean()
         if "element" in found:
-            row |= {"element": found["element"].max(), "element_block_1": found["element"][0]}
-    row |= {name: config["train"][name] for name in ("learning_rate", "weight_decay", "batch_size")}
+            row["element"] = found["element"].max()
+            row["element_block_1"] = found["element"][0]
+    for name in ("learning_rate", "weight_decay", "batch_size"):
+        row[name] = config["train"][name]
+    row["steps"] = final.get("step")
     corpus = config["corpus"]
-    row |= {
-        "steps": final.get("step"),
-        "corpus": f"{corpus['name']} {corpus['sha256'][:8]}".strip(),
-    }
-    return row | {"recipe": config["recipe"], "wall_seconds": record.provenance.get("wall_seconds")}
+    row["corpus"] = f"{corpus['name']} {corpus['sha256'][:8]}".strip()
+    row["recipe"] = config["recipe"]
+    row["wall_seconds"] = record.provenance.get("wall_seconds")
+    return row
 
 
 def _frame(rows: list[Json], *columns: str) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from sinkutils.ledger.claims_file import PARTS, REAL, Check, Claim
+from sinkutils.ledger.claims_file import REAL, Check, Claim
 from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
 from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
@@ -77,17 +77,15 @@ class Judged:
 
 def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True) -> list[Judged]:
     """Every claim; directional checks after Holm over their part of the ledger, if `corrected`."""
+    judged = [_judge_claim(claim, ours, UNCORRECTED) for claim in claims]
     if not corrected:
-        return [_judge_claim(claim, ours, UNCORRECTED) for claim in claims]
-    p_values = {}
-    for part in PARTS:
-        tests: list[Estimate] = []
-        for claim in claims:
-            if claim.part == part:
-                judged = _judge_claim(claim, ours, UNCORRECTED)
-                for outcome in (*judged.outcomes, *judged.premises):
-                    tests += outcome.tests
-        p_values[part] = holm(tests)
+        return judged
+    tests: dict[str, list[Estimate]] = {}  # by part
+    for one in judged:
+        of_part = tests.setdefault(one.claim.part, [])
+        for outcome in (*one.outcomes, *one.premises):
+            of_part += outcome.tests
+    p_values = {part: holm(of_part) for part, of_part in tests.items()}
     return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
 
 
@@ -236,14 +234,19 @@ def _lacking(check: Check, ours: Readings) -> str:
     absence, or that the onset never came.
     """
     needed = [(name, check.quantity) for name in check.runs]
+    if check.quantity in EXCESSES:
+        needed.append(("base", "excess"))  # the measure of all others
     state = ""
-    for name, quantity in [*needed, ("base", "excess")] if check.quantity in EXCESSES else needed:
+    for name, quantity in needed:
+        runs = ours.seeds(name)
+        if len(runs) < ours.least:
+            return MISSING
         if len(ours.values(name, quantity)) < ours.least:
-            runs = ours.seeds(name)
-            if len(runs) < ours.least or (quantity != "onset" and None not in runs.values()):
+            if quantity != "onset" and None not in runs.values():
                 return MISSING
             state = OPEN
-    paired = set.intersection(*(set(ours.values(*one)) for one in needed))  # compared seed by seed
+    # Two runs are compared seed by seed.
+    paired = set.intersection(*[set(ours.values(name, check.quantity)) for name in check.runs])
     if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING
     return state

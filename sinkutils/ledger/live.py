@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sinkutils.measuring.report import uniform_alpha
 from sinkutils.study.config import Json
 
 EVEN = 0.02  # a mean attention within 2 % of an even one counts as even
@@ -17,15 +18,12 @@ def live_heads(report: Json, window: int | None) -> np.ndarray:
     t keys that it sees. A window of w leaves min(t, w) of them, the last; a key of the model's own
     is one more. NaN where each query sees one key alone, so that no head could be otherwise.
     """
-    T = report["T"]
     own_keys = 1 if report.get("alpha_star") else 0
     alphas = np.array(report["alpha"])  # (targets, L, H)
     if window == 1 and not own_keys:
         return np.full(alphas.shape[1:], np.nan)
     alive = np.zeros(alphas.shape[1:])
     for k, alpha in zip(report["targets"], alphas, strict=True):
-        queries = np.arange(k, T + 1)
-        seen = np.minimum(queries, window or T)  # keys, of each query
-        even = np.mean((queries - seen < k) / (seen + own_keys))
+        even = uniform_alpha(report["T"], k, window, own_keys=own_keys)
         alive[abs(alpha / even - 1) > EVEN] = 1
     return alive

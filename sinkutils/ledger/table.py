@@ -10,12 +10,12 @@ import pandas as pd
 
 from sinkutils.ledger.claims_file import REAL, read_claims
 from sinkutils.ledger.judge import HOLDS, OPEN, Judged, judge_claims
-from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
+from sinkutils.ledger.quantities import QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
 from sinkutils.study.record import Folder
 
-COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict reason holds effect
- low high trivial remark""".split()
+COLUMNS = """id part source claim paper ours interval verdict reason holds effect low high trivial
+ remark""".split()
 CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior bar p passes words
  premise""".split()
 
@@ -25,8 +25,7 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
 
     part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as
     printed. ours, interval: the levels that the checks read, and their 95 % intervals, excess in
-    blocks 2 to L. block_1, sink_1: of those runs, the excess in block 1 and the paper's Sink_1 over
-    all blocks, in percent. verdict: reproduced, partly, not reproduced, inconclusive, not visible
+    blocks 2 to L. verdict: reproduced, partly, not reproduced, inconclusive, not visible
     (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
     no number says it, a dead block above all. holds: "k of n" checks. effect, low, high: of the
     first check that has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why
@@ -49,15 +48,9 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
             level, interval = _levels(quantity, runs, ours)
             levels.append(f"{quantity}: {level}")
             intervals.append(f"{quantity}: {interval}")
-        excesses: dict[str, None] = {}
-        for quantity in read:
-            if quantity in EXCESSES:
-                excesses |= read[quantity]
         row = vars(one.claim) | {"verdict": one.verdict, "reason": _reasons(one)}
         row["ours"] = "; ".join(levels)
         row["interval"] = "; ".join(intervals)
-        for name in ("block_1", "sink_1"):
-            row[name], _ = _levels(name, excesses, ours)
         states = [outcome.state for outcome in one.outcomes]
         row["holds"] = f"{states.count(HOLDS)} of {len(states)}"
         for outcome in one.outcomes:

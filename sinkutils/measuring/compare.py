@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -45,17 +44,11 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     else:
         warnings.warn("the reports are of different token ids: nothing is paired", stacklevel=2)
         interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
-    rows = []
-    for (block, head), low in np.ndenumerate(interval.low):
-        rows.append(
-            {
-                "block": block + 1,
-                "head": head + 1,
-                "mean": after[:, block, head].mean() - before[:, block, head].mean(),
-                "low": low,
-                "high": interval.high[block, head],
-                "n": min(first.samples, second.samples),
-            }
-        )
-    table = pd.DataFrame(rows).set_index(["block", "head"])
+    mean = after.mean(axis=0) - before.mean(
+        axis=0
+    )  # (layers or 1, heads or 1), as are low and high
+    columns = {"mean": mean.ravel(), "low": interval.low.ravel(), "high": interval.high.ravel()}
+    blocks, heads = (range(1, size + 1) for size in mean.shape)
+    index = pd.MultiIndex.from_product([blocks, heads], names=["block", "head"])
+    table = pd.DataFrame(columns, index).assign(n=min(first.samples, second.samples))
     return table if by == "head" else table.droplevel("head")

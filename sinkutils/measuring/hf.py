@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sinkutils.checks import require
 from sinkutils.measuring import families, masks, refusals
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Measuring, Pass
@@ -116,7 +117,7 @@ class Capture:
         self.ran: set[int] = set()  # the blocks that ran in it
         self.shape: tuple[int, ...] = ()  # of its ids
         self.named: set[str] = set()  # the attention functions that the model names
-        self.registered: set[str] = set()  # those of them that are none of transformers'
+        self.registered = ""  # the one of them that is none of transformers', if there is
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.chunked = False  # windows do not slide
 
@@ -126,19 +127,14 @@ class Capture:
         if self.legacy:
             return "eager weights"
         if self.registered:
-            return "registered: " + ", ".join(sorted(self.registered))
+            return f"registered: {self.registered}"
         # A module may meet several kinds of mask: it is trusted if all of them proved right.
-        proved = getattr(self.doing, "proved", {})
-        trusted = {module for module, _ in proved}
-        for (module, _), right in proved.items():
-            if not right:
-                trusted.discard(module)
-        if not trusted:
-            return "exact"
-        reported = len(self.calls)
-        if len(trusted) == reported:
+        proved: dict[tuple[nn.Module, str], bool] = getattr(self.doing, "proved", {})
+        wrong = {module for (module, _), right in proved.items() if not right}
+        fused = len({module for module, _ in proved} - wrong)
+        if fused == len(self.calls):
             return "fused"
-        return f"fused in {len(trusted)} of {reported} layers"
+        return f"fused in {fused} of {len(self.calls)} layers" if fused else "exact"
 
     # --- hooks
 
@@ -249,7 +245,7 @@ class Capture:
         # transformers' own functions compute what the eager one does (`check` looks). Somebody
         # else's may compute anything: it is run as it is, and has to show its weights.
         if function is not eager and not families.is_of_transformers(function):
-            self.registered.add(name)
+            self.registered = name
             return self._registered(call, function, name, layer), None
         refusals.check_call(call, name, self.kind)
         self._note_window(layer, mask, length)
@@ -316,17 +312,18 @@ class Capture:
     def finish(self) -> None:
         """Raise ValueError if a layer did not report in the forward pass that ran."""
         names = {module: name for name, module in self.base.named_modules()}
-        if not names.keys() >= self.layers.keys():
-            raise ValueError(f"{self.kind} {refusals.REPLACED}")
+        require(names.keys() >= self.layers.keys(), f"{self.kind} {refusals.REPLACED}")
         # Behind the last block that runs there may be others, of a model with an early exit.
         last = max(self.ran, default=len(self.blocks))
-        calls = {}
         for module, block in self.places.items():
-            if block <= last:
-                calls[names[module]] = self.calls[module]
-                if self.ran and block not in self.ran:
-                    raise ValueError(f"{self.kind} cannot be measured: it skips block {block + 1}")
-        refusals.check_calls(self.model, calls)
+            if block > last:
+                continue
+            if self.ran and block not in self.ran:
+                raise ValueError(f"{self.kind} cannot be measured: it skips block {block + 1}")
+            calls = self.calls[module]
+            if calls != 1:
+                reason = refusals.TWICE if calls else refusals.SILENT
+                raise ValueError(f"{self.kind} cannot be measured: {names[module]} {reason}")
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
         """Raise ValueError for rows that are too long, and for attention that cannot be read.
@@ -351,10 +348,9 @@ class Capture:
             self._pass(text[None])
         self.doing = measuring
         if check.differs:
-            named = " and ".join(sorted(map(repr, check.differs)))
             reason = ": with is_causal off it sees later tokens" if self.needs_mask else ""
             raise ValueError(
-                f"{self.kind} computes something else by its attention {named} than by the "
+                f"{self.kind} computes something else by its attention {check.differs!r} than by the "
                 f"family's eager one, which is read{reason}; measure it after "
                 "model.set_attn_implementation('eager')"
             )

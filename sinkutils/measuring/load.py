@@ -21,7 +21,7 @@ from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.presets import PRESETS
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
 from sinkutils.study.store import Runs
 
@@ -284,28 +284,19 @@ def hub_reachable() -> bool:
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
-    """Why a model did not load, in one line: transformers' own, unless that says too little."""
-    message, path = " ".join(str(error).split()), Path(name)
-    if gguf_file(path) and not importlib.util.find_spec("gguf"):
-        return f"{name!r} is a GGUF file: pip install gguf"
-    if (path / "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
+    """Why a model did not load, in one line: transformers' own, unless that misleads."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if Path(name, "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
-    if re.search("Unsupported (global|class)", message):
-        return (
-            f"{name!r} has weights in a .bin file that holds more than tensors, which could run "
-            "any code: not loaded"
-        )
+    # PyTorch advises here to load it without weights_only, which would run whatever it holds.
     if "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
         return (
-            f"{name!r} has a .bin file that torch.save did not write, or a cut one: fetch it again"
+            f"{name!r} has a .bin file that is cut, or holds more than tensors, which could run "
+            "any code: not loaded"
         )
-    if "deserializing header" in message:
-        return f"{name!r} could not be loaded: {message[:200]} (is its .safetensors file cut?)"
-    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
-        return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:
         return (
             f"{name!r} is not in the local cache and the hub cannot be reached: "
             "connect, or give a local folder"
         )
-    return f"{name!r} could not be loaded: {message[:300] or type(error).__name__}"
+    return f"{name!r} could not be loaded: {message[:300]}"

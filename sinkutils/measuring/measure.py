@@ -126,7 +126,7 @@ def measure(
     if bos is None and firsts:
         bos = all(int(row[0]) in firsts for row in rows)
     report.bos = bos
-    report.warn_of_short_texts(stacklevel=3)
+    warn_of_short_texts(report)
     return report
 
 
@@ -221,6 +221,17 @@ def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
         warnings.warn(
             "each text begins with two BOS, as where a chat template that has one is tokenised as "
             "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
+            stacklevel=3,
+        )
+
+
+def warn_of_short_texts(report: Report) -> None:
+    """Warn where even attention is over a threshold, so that Sink_1 is 100 % of it."""
+    eps = min(report.epsilons)
+    if 1 in report.targets and report.floor > eps:
+        warnings.warn(
+            f"texts of {report.length} tokens are too short for eps = {eps:g}: even attention to "
+            f"all keys has alpha_1 = {report.floor:.2f}. Look at the excess, or give longer texts",
             stacklevel=3,
         )
 

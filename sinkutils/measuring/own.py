@@ -87,13 +87,6 @@ def adds_bos(tokenizer: Any) -> bool | None:
     return bool(getattr(ids, "ids", ids)[0] == bos)
 
 
-def trained_with_bos(name: str, tokenizer: Any) -> bool:
-    """Whether a model's texts began with a BOS: known of some, else as its tokenizer has it."""
-    if name.lower() in REAL_MODELS:
-        return REAL_MODELS[name.lower()].bos
-    return bool(adds_bos(tokenizer))
-
-
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     """Any model that `load_lm` takes; of a record also its T and where a token was fixed.
 
@@ -102,7 +95,9 @@ def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:
-        bos = trained_with_bos(name, tokenizer)
+        # Whether texts began with a BOS is known of some, else as the tokenizer has it.
+        known = REAL_MODELS.get(name.lower())
+        bos = known.bos if known else bool(adds_bos(tokenizer))
         return Subject(Path(name).name, model, tokenizer, bos_in_training=bos)
     run = read_record(folder).config
     return Subject(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call
 
 LATER = "sees later tokens: it is no causal LM (encoder-only?)"
 SILENT = (
-    "did not show their weights: was their forward replaced? Measure the model as it was loaded; "
+    "did not show its weights: was its forward replaced? Measure the model as it was loaded; "
     f"{INTERFACE}"
 )
 TWICE = (
@@ -29,7 +29,7 @@ BLOCK_SPARSE = (
     "attends to random blocks of keys, without weights over all of them, and to all keys only once "
     "model.base_model.set_attention_type('original_full') was called"
 )
-IN_PARTS = "a process has only a part of each layer: load it whole to measure it"
+TENSOR_PARALLEL = "tensor parallelism: a process has only a part of each layer; load it whole"
 
 
 def check_kind(model: Any) -> None:
@@ -48,30 +48,23 @@ def check_kind(model: Any) -> None:
         )
 
 
-def check_whole(model: nn.Module) -> None:
-    """Refuse a model of which this process has only a part, other than by FSDP2.
-
-    FSDP2 gathers the weights of a block whenever it runs, as long as all processes run it.
-    """
-    reason = cut_by(model)
-    require(reason is None, f"{type(model).__name__} is cut over processes by {reason}")
-
-
 def cut_by(model: nn.Module) -> str | None:
-    """How a model is cut over processes so that it cannot be measured, if it is."""
-    size = getattr(model, "tp_size", None) or 1
-    if size > 1:
-        return f"a tensor-parallel plan ({size} processes): {IN_PARTS}"
+    """How a model is cut over processes so that it cannot be measured, if it is.
+
+    Not by FSDP2, which gathers a block's weights whenever it runs, if all processes run it.
+    """
+    if (getattr(model, "tp_size", None) or 1) > 1:  # by a plan of transformers
+        return TENSOR_PARALLEL
     if has_class(model, "FullyShardedDataParallel"):
         return "FullyShardedDataParallel, whose weights lie in one piece: use fully_shard (FSDP2)"
     sharded = is_sharded(model)
     for parameter in model.parameters():
         # ZeRO-3 marks each parameter, and empties it between passes.
         if hasattr(parameter, "ds_id") or parameter.numel() == 0:
-            return f"DeepSpeed's ZeRO-3, its parameters being elsewhere between passes: {IN_PARTS}"
+            return "DeepSpeed's ZeRO-3: parameters are elsewhere between passes; load it whole"
         if hasattr(parameter, "placements") and not sharded:  # a DTensor
             if any(placement.is_shard() for placement in parameter.placements):
-                return f"tensor parallelism: {IN_PARTS}"
+                return TENSOR_PARALLEL
     return None
 
 
@@ -94,8 +87,8 @@ def check_heads(model: Any, heads: int) -> None:
     whole = getattr(config, "num_attention_heads", heads)
     if isinstance(whole, int) and heads < whole and whole % heads == 0:
         raise ValueError(
-            f"{type(model).__name__} computes {heads} of its {whole} heads in this process: "
-            f"{IN_PARTS}"
+            f"{type(model).__name__} computes {heads} of its {whole} heads in this process, by "
+            f"{TENSOR_PARALLEL}"
         )
 
 
@@ -163,21 +156,6 @@ def check_call(call: Call, name: str, kind: str) -> None:
     if chosen and name not in ("eager", "sdpa"):
         raise ValueError(
             f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')"
-        )
-
-
-def check_calls(model: Any, calls: Mapping[str, int]) -> None:
-    """Refuse a model with attention modules that did not report once in the pass that ran.
-
-    calls: how often each of those in the blocks that ran did, by its name.
-    """
-    names, reason = [name for name, count in calls.items() if count == 0], SILENT
-    if not names:
-        names, reason = [name for name, count in calls.items() if count > 1], TWICE
-    if names:
-        raise ValueError(
-            f"{type(model).__name__} cannot be measured: {len(names)} of {len(calls)} "
-            f"attention modules ({names[0]}, ..) {reason}"
         )
 
 

@@ -41,6 +41,8 @@ from sinkutils.measuring.tally import Edit, OwnModel, Tally
 from sinkutils.measuring.wrappers import handed_over
 from sinkutils.model.decoder import TransformerLM
 
+__all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
+
 TARGETS = (1, 2)
 ELEMENTS = 2**27  # logits that a batch holds
 PLACES = ("block", "query", "key", "value", "neurons")
@@ -221,6 +223,7 @@ def transplant(
     zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
     """
     with operating(model, ids, cache=True) as capture:
+        check_positions(capture.model, capture.table, ids.shape[1] + 1)
         # k_1 and v_1 depend on the first token alone, as attention is causal.
         layers = cached(capture, donors[:, :1]).layers
         if zero_values_from is not None:
@@ -266,7 +269,6 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             source: Any = OwnModel(inner, Tally(TARGETS, ids.shape[1]))
         else:
             source = observe(model, Pass(), state)
-            check_positions(inner, source.table, ids.shape[1] + 1)  # one more, of a transplant
         check_range(rows, source.vocabulary)
         source.check(rows)  # it also finds out which attention functions the model uses
         if not own and (source.legacy or source.registered):

@@ -51,11 +51,9 @@ class Tally:
     heads: tuple[tuple[int, int], ...] = ()  # (layer, head), whose map, queries and keys are kept
 
     def __post_init__(self) -> None:
-        # name -> layer -> a (B, ..) for each batch
+        # name -> layer, or (layer, head) that is kept -> a (B, ..) for each batch
         self.values: Any = defaultdict(lambda: defaultdict(list))
         self.sums: Any = defaultdict(dict)  # name -> layer -> (positions,) or (d,), over samples
-        # (layer, head) -> name -> a (B, T, ..) for each batch
-        self.kept: Any = defaultdict(lambda: defaultdict(list))
 
     def heads_of(self, layer: int, count: int) -> list[int]:
         """The chosen heads of a layer that has `count`."""
@@ -106,7 +104,7 @@ class Tally:
             group = q.shape[1] // k.shape[1]  # query heads that share a key
             for name, x in (("queries", q[:, head]), ("keys", k[:, head // group])):
                 whole = self._padded(x.float().mT).mT  # (B, longest, D)
-                self.kept[layer, head][name].append(whole.cpu())
+                self.values[name][layer, head].append(whole.cpu())
 
     def add_weights(
         self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
@@ -131,7 +129,7 @@ class Tally:
         if chosen:
             whole = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
             for index, head in enumerate(chosen):
-                self.kept[layer, head]["map"].append(whole[:, index].cpu())
+                self.values["map"][layer, head].append(whole[:, index].cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
         """Add alpha from the targets' A_ik, (B, H, T, K)."""
@@ -145,7 +143,7 @@ class Tally:
     def refuse_heads(self) -> None:
         """Raise ValueError for chosen (layer, head) pairs that did not run in the first batch."""
         alphas = self.values["alpha"]
-        missing = [pair for pair in self.heads if pair not in self.kept]
+        missing = [pair for pair in self.heads if pair not in self.values["map"]]
         count = next(iter(alphas.values()))[0].shape[-1]
         require(
             not missing,
@@ -166,38 +164,37 @@ class Tally:
         batches. lengths: (samples,). Raises NotFinite, and ValueError for layers with different
         numbers of heads.
         """
-        alphas = self.values["alpha"]
-        layers = tuple(sorted(alphas))
-        counts = sorted({batches[0].shape[-1] for batches in alphas.values()})
+        # As in `self.values`, but of all batches: (samples, ..), in the order of the ids.
+        values: Any = defaultdict(dict)
+        for name, batches_of in self.values.items():
+            for place, batches in sorted(batches_of.items()):
+                values[name][place] = torch.cat(batches).cpu()[order]
+        alphas = values["alpha"]  # layer -> (samples, targets, heads)
+        counts = sorted({alpha.shape[-1] for alpha in alphas.values()})
         require(
             len(counts) == 1,
             f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
-        # Some models have sink logits in some of their layers only.
-        if "star" in self.values:  # layers without a sink logit leave nothing to it
-            for layer in alphas.keys() - self.values["star"].keys():
-                zeros = [torch.zeros_like(batch[:, 0]) for batch in alphas[layer]]
-                self.values["star"][layer] = zeros
+        alpha = torch.stack([*alphas.values()], dim=-2)  # (samples, targets, layers, heads)
         fields: dict[str, Any] = {"path": source.path, "chunked": source.chunked}
-        for name, batches_of in self.values.items():
-            # Of each layer (samples, .., heads), in the order in which the samples were given.
-            rows = [torch.cat(batches).cpu()[order] for _, batches in sorted(batches_of.items())]
-            fields[name] = torch.stack(rows, dim=-2)  # (samples, .., layers, heads)
+        if "star" in values:
+            # Some models have sink logits in some layers only: in the others they take nothing.
+            nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
+            stars = [values["star"].get(layer, nothing) for layer in alphas]
+            fields["star"] = torch.stack(stars, dim=1)
+        if any(source.windows.values()):
+            fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
+        # Of sequences of unequal lengths, a mean is over those that have the position.
         samples = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)
         for name, sums in self.sums.items():
-            # Of unequal lengths, a mean over those that have the position.
-            count = len(order) if name == "first_elements" else samples
+            count = samples[:1] if name == "first_elements" else samples  # all have the first
             fields[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
         if self.norms:  # the embedding was added as layer 0
             fields["embedding_norms"] = fields["embedding_norms"][0]
         kept = {}
-        for pair, parts in self.kept.items():
-            whole = {name: torch.cat(batches)[order] for name, batches in parts.items()}
-            kept[pair] = Kept(**whole)
-        if any(source.windows.values()):
-            fields["windows"] = tuple(source.windows.get(layer) for layer in layers)
-        alpha = fields.pop("alpha")
-        report = Report(alpha, self.targets, epsilons, lengths, layers, kept=kept, **fields)
+        for pair, weights in values["map"].items():
+            kept[pair] = Kept(weights, values["queries"].get(pair), values["keys"].get(pair))
+        report = Report(alpha, self.targets, epsilons, lengths, tuple(alphas), kept=kept, **fields)
         for numbers in (report.alpha, report.hidden_norms):
             if numbers is not None and not numbers.isfinite().all():
                 reason = why_not_finite(source.model)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from sinkutils.checks import require
 from sinkutils.measuring import refusals
 from sinkutils.measuring.families import INTERFACE
 
@@ -30,7 +31,8 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
             f"{advice}: {INTERFACE}"
         )
     refusals.check_kind(inner)
-    refusals.check_whole(inner)
+    cut = refusals.cut_by(inner)
+    require(cut is None, f"{type(inner).__name__} is cut over processes by {cut}")
     for module in around:
         if _does_more(module):
             return module, inner
@@ -55,9 +57,7 @@ def _does_more(module: nn.Module) -> bool:
 
     FSDP2 gathers weights only for passes through its root.
     """
-    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
-        return True
-    if module._forward_hooks or module._forward_pre_hooks:
+    if refusals.is_sharded(module) or module._forward_hooks or module._forward_pre_hooks:
         return True
     # A forward of the instance comes before the class's; decorators keep what they wrap.
     forward = vars(module).get("forward", type(module).forward)

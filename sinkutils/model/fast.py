@@ -1,46 +1,36 @@
 """The attention algebra at speed: the output of `attention.attend`, in values and gradients.
 
-Three forms (`choose_form`):
+Two forms (`choose_form`):
 
 - "sdpa": PyTorch's fused kernel; causal softmax or one with a prefix, with any bias of Table 4.
   O(T d_h) memory.
-- "flex": FlexAttention on CUDA, for other positive f over the causal keys. O(T d_h) memory.
-- "dense": everything else, and whatever is short: the matrix of logits, O(T^2) memory.
+- "dense": everything else: the matrix of logits, O(T^2) memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.model import attention, flash
+from sinkutils.model import attention
 from sinkutils.model.attention import AttentionSpec, Extras, divide, operate
 
-# Tokens up to which the dense form is faster than FlexAttention (cuda), and than the fused kernel
-# in half precision (cpu), which takes four times as long at T = 64 and twice at 512.
-DENSE_LENGTH = {"cpu": 512, "cuda": 128}
+# Tokens up to which the dense form is faster than a CPU's fused kernel in half precision, which
+# takes four times as long at T = 64 and twice at 512.
+DENSE_LENGTH = 512
 
 
 def choose_form(
-    spec: AttentionSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    length: int,
-    head_dim: int,
-    position_term: bool,
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, position_term: bool
 ) -> str:
     """Which form serves an operation."""
-    short = length <= DENSE_LENGTH.get(device.type, 0)
     whole = spec.window is None or spec.window >= length
-    if spec.is_softmax and whole and not position_term:
-        return "dense" if short and slow_kernel(device.type, dtype) else "sdpa"
-    if short or position_term:
-        return "dense"
-    return "flex" if flash.flex_serves(spec, device, dtype, head_dim) else "dense"
+    quick = length > DENSE_LENGTH or not slow_kernel(device.type, dtype)
+    plain = spec.is_softmax and whole and not position_term
+    return "sdpa" if plain and quick else "dense"
 
 
 def slow_kernel(device: str, dtype: torch.dtype) -> bool:
@@ -60,11 +50,9 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
 def _by_best_form(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor]:
-    form = choose_form(spec, q.device, q.dtype, q.shape[2], q.shape[3], distance_bias is not None)
+    form = choose_form(spec, q.device, q.dtype, q.shape[2], distance_bias is not None)
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
-    elif form == "flex":
-        out = flash.flex(q, k, v, spec)
     else:
         out = _few_passes(q, k, v, spec, distance_bias)
     return (out if spec.scale == 1 else out * spec.scale,)
@@ -81,7 +69,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     if p == 1:
         return out
     # The first p queries see the whole prefix: a second call without a mask.
-    first = F.scaled_dot_product_attention(q[:, :, :p], k[:, :, : star + p], v[:, :, : star + p])
+    keys = k[:, :, : star + p]
+    values = v[:, :, : star + p]
+    first = F.scaled_dot_product_attention(q[:, :, :p], keys, values)
     return torch.cat([first, out[:, :, p:]], dim=2)
 
 
@@ -99,21 +89,29 @@ def _few_passes(
     by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
     widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
     if widened and (q.dtype, v.dtype) != (wide, wide):
+        dtype = v.dtype
+        q = q.to(wide)
+        k = k.to(wide)
+        v = v.to(wide)
         with torch.autocast(q.device.type, enabled=False):
-            out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
-        return out.to(v.dtype)
+            out = _few_passes(q, k, v, spec, distance_bias)
+        return out.to(dtype)
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])
     B, H, T, D = q.shape
-    bias = bias.expand(B, H, -1, -1).flatten(0, 1)
-    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
+    bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
+    queries = q.flatten(0, 1)
+    keys = k.flatten(0, 1)
+    logits = torch.baddbmm(bias, queries, keys.mT, alpha=D**-0.5)
     logits = logits.view(B, H, T, -1)  # s_ij, (B, H, T, S)
     if spec.is_softmax:
         return logits.softmax(dim=-1) @ v
     if spec.hidden_is_zero:
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
-        return attention.normalise(logits, ~hidden, replace(spec, scale=1.0)).to(v.dtype) @ v
+        weights = attention.normalise(logits, ~hidden, spec) / spec.scale  # which the caller has
+        return weights.to(v.dtype) @ v
     similarity, one = attention.in_range(logits, spec)
-    return divide(similarity @ v, attention.normalizer(similarity, ~hidden, spec, one))
+    total = attention.normalizer(similarity, ~hidden, spec, one)
+    return divide(similarity @ v, total)

@@ -45,7 +45,6 @@ INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytic
 CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
 MAP_TOKENS = 24
 EPS = 0.3  # of Sink_1 on the page
-LARGEST_RATIO = "norm of h<sub>1</sub> / others, largest"
 PACKAGES = ("sinkutils", "torch", "transformers")
 ABSENT = "–"
 
@@ -73,19 +72,19 @@ def report_model(
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
     title, main = next(iter(reports.items()))
     size = sum(parameter.numel() for parameter in model.parameters())
-    # Maps are drawn of a sentence, as random tokens would say nothing beside a row.
-    ids = inputs[title][0]
-    words = "given by the user" if texts else "docstrings"
     if isinstance(tokenizer, WithoutTokenizer):
-        words = "none: there is no tokenizer"
+        source = "none: there is no tokenizer"
+        ids = inputs[title][0]
     else:
+        # Maps are drawn of a sentence, as random tokens would say nothing beside a row.
+        source = "given by the user" if texts else "docstrings"
         start = [bos_id(tokenizer)] if "BOS" in title else []
         ids = torch.tensor(start + encode(tokenizer, texts[0] if texts else SAMPLE))
     facts = {
         "model": f"{type(model).__name__}, {size:,} parameters, {next(model.parameters()).dtype}",
         "weights": f"SHA-256 {_hash_of_weights(model)}",
         "inputs": f"{main.samples} texts of {length} tokens; the numbers on top are of {title}",
-        "natural text": words,
+        "natural text": source,
         "token ids": f"SHA-256 {main.digest} ({title})",
         "attention": main.path,
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
@@ -98,8 +97,8 @@ def report_page(
     reports: Report | Mapping[str, Report],
     name: str = "",
     beside: Mapping[str, Report] | None = None,
-    facts: Mapping[str, Any] | None = None,
-    maps: str = "",
+    facts: Mapping[str, str] | None = None,
+    maps: str = ABSENT,
 ) -> str:
     """One self-contained HTML page about a model; its numbers are also inside, as JSON.
 
@@ -110,42 +109,48 @@ def report_page(
     same name.
     """
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
-    beside, facts = dict(beside or {}), dict(facts or {})
+    facts = dict(facts or {})
     main = next(iter(reports.values()))
     require(
         1 in main.targets,
         f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}",
     )
-    name = name or main.name or "a model"
-    require(name not in beside, f"two models are called {name!r}: give one another name")
+    name = _printable(name or main.name or "a model")
     models = {name: _row(main)}
-    for other, report in beside.items():
-        models[other] = _row(report)
+    for other, report in (beside or {}).items():
+        require(other != name, f"two models are called {name!r}: give one another name")
+        models[_printable(other)] = _row(report)
     numbers = ""
-    for key, value in models[name].items():
-        numbers += f"<div><dt>{key}</dt><dd>{value}</dd></div>"
+    for label, number in models[name].items():
+        numbers += f"<div><dt>{label}</dt><dd>{number}</dd></div>"
     contents = {
         "name": name,
         "reports": {title: report.to_dict() for title, report in reports.items()},
         "facts": facts or None,
     }
+    page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     # Figures are SVG in one colour that `_svg` makes the page's own: they follow a dark page.
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         heads = heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6))
-        page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
         written = page.substitute(
-            name=html.escape(_printable(name)),
+            name=html.escape(name),
             uniform=f"{main.floor:.3f}",
             numbers=numbers,
             inputs=_table({title: _row(report) for title, report in reports.items()}),
             heads=_svg(heads, "Every head's attention to the first token"),
-            maps=maps or ABSENT,
-            norms=_norms(main) or ABSENT,
+            maps=maps,
+            norms=_norms(main),
             models=_table(models | _references(models)),
-            facts=_table({key: {" ": value} for key, value in facts.items()}),
+            facts=_table({key: {"": value} for key, value in facts.items()}),
+            # "</script>" in a name would end the element that holds the numbers.
             json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
         )
     return written
+
+
+def _printable(name: str) -> str:
+    """Half a character, as where a name was cut, as "?": no page can hold it."""
+    return name.encode(errors="replace").decode()
 
 
 def natural(
@@ -202,9 +207,9 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
         kept = measure(model, ids[None], heads=heads, norms=False).kept
     tokens = [token_label(token, tokenizer) for token in ids.tolist()]
     drawn = ""
-    for layer, head in heads:
+    for (layer, head), of_head in kept.items():
         title = f"block {layer + 1}, head {head + 1}"
-        ax = attention_map(kept[layer, head].map[0], tokens, _axes(4.2, 4.2))
+        ax = attention_map(of_head.map[0], tokens, _axes(4.2, 4.2))
         ax.set_title(title)
         drawn += _svg(ax, f"Attention map, {title}")
     return drawn
@@ -215,15 +220,9 @@ def _row(report: Report) -> dict[str, str]:
     first, *later = report.excess_by_layer()
     row = _shares(report.sink(1, EPS), report.interval(1, EPS), first, later, 1 + report.layers[0])
     if report.star is not None:  # of a learned sink, a key of its own or a sink token
-        row["Sink<sub>*</sub>"] = f"{report.sink_star(EPS):.1f} %"
-    if report.hidden_norms is not None and report.length > 1:
-        # The last block's state is about the next token: its norms are another matter.
-        ratios = norm_ratio(report.hidden_norms)
-        largest = max(ratios[:-1] if len(ratios) > 1 else ratios)
-        row[LARGEST_RATIO] = f"{largest:.1f}"
+        row["Sink*"] = f"{report.sink_star(EPS):.1f} %"
     if report.hidden_peaks is not None:
-        largest = float(report.hidden_peaks[:, 0].max())
-        row["element of h<sub>1</sub> / median, largest"] = f"{largest:,.0f}"
+        row["element of h₁ / median, largest"] = f"{report.hidden_peaks[:, 0].max():,.0f}"
     return row
 
 
@@ -236,7 +235,7 @@ def _shares(
     """
     low, high = interval
     return {
-        "Sink<sub>1</sub>": f"{sink:.1f} %",
+        "Sink₁": f"{sink:.1f} %",
         "95 % interval": f"{low:.1f} to {high:.1f}",
         f"excess in block {block}": f"{first:z.2f}",
         "excess in later blocks": f"{np.mean(later):z.2f}" if later else ABSENT,
@@ -258,26 +257,16 @@ def _references(shown: Iterable[str]) -> dict[str, dict[str, str]]:
         report = record["probes"]["natural"]["BOS" if about["trained_with_bos"] else "text"]
         alpha = np.array(report["alpha"][0])  # (layers, heads), of the first token
         first, *later = excess(alpha, report["floor"]).mean(axis=1).tolist()
-        row = _shares(report["sink"]["1"]["0.3"], report["interval"]["1"]["0.3"], first, later, 1)
-        row[LARGEST_RATIO] = f"{max(norm_ratio(report['hidden_norms'])[:-1]):.1f}"
-        rows[f"{about['title']} (reference)"] = row
+        sink, interval = report["sink"]["1"]["0.3"], report["interval"]["1"]["0.3"]
+        rows[f"{about['title']} (reference)"] = _shares(sink, interval, first, later, 1)
     return rows
 
 
 def _table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """An HTML table; titles and values are escaped, the names of columns are ours."""
-    lines = []
-    for title, row in rows.items():
-        cells = {"": title, **row}
-        lines.append({column: html.escape(_printable(text)) for column, text in cells.items()})
-    frame = pd.DataFrame(lines).fillna(ABSENT)
+    """An HTML table; what a row lacks is a dash."""
+    frame = pd.DataFrame.from_dict(rows, orient="index").fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):
-        return str(frame.to_html(index=False, border=0, escape=False))
-
-
-def _printable(text: object) -> str:
-    """Half a character, as where a name was cut, as "?": no page can hold it."""
-    return str(text).encode(errors="replace").decode()
+        return str(frame.to_html(border=0))
 
 
 def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
@@ -285,23 +274,18 @@ def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
 
 
 def _norms(report: Report) -> str:
-    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1.
-
-    What was not measured is left out.
-    """
-    ratios, peaks = {}, {}
+    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1."""
+    if report.hidden_peaks is None or report.length == 1:
+        return ABSENT
+    ratios: dict[str, list[float]] = {}
     norms = {"h": report.hidden_norms, "k": report.key_norms, "v": report.value_norms}
-    for of, rows in norms.items():
-        if rows is not None and report.length > 1:
-            ratios[of] = norm_ratio(rows)
-    if report.hidden_peaks is not None:
-        peaks["h"] = report.hidden_peaks[:, 0].tolist()
-    drawn = ""
-    if ratios:
-        drawn += _curves(report, "norm of token 1 / others", ratios)
-    if peaks:
-        drawn += _curves(report, "largest element of token 1 / median", peaks)
-    return drawn
+    for symbol, rows in norms.items():
+        if rows is not None:  # where a model shows weights alone, nothing is known of k and v
+            ratios[symbol] = norm_ratio(rows)
+    peaks = {"h": report.hidden_peaks[:, 0].tolist()}
+    return _curves(report, "norm of token 1 / others", ratios) + _curves(
+        report, "largest element of token 1 / median", peaks
+    )
 
 
 def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> str:

@@ -13,11 +13,12 @@ function makeToy(table, { names, low, high, values }) {
     row.style.background = "none";
     for (const content of cells) {
       const cell = row.insertCell();
-      cell.style.cssText = "text-align:left;white-space:nowrap;padding:2px 12px 2px 0";
+      cell.style.cssText = "text-align:left;padding:2px min(12px, 1.5vw) 2px 0";
       cell.append(content);
     }
     return row;
   };
+  // Narrow enough for a phone: names and titles wrap, sliders and bars are a share of the window.
   const made = (tag, values) => Object.assign(document.createElement(tag), values);
   const outputs = () => [0, 1, 2].map(() => made("output", {}));
 
@@ -26,7 +27,7 @@ function makeToy(table, { names, low, high, values }) {
   const sliders = names.map((name) => made("input",
     { type: "range", min: low, max: high, step: 0.5, ariaLabel: `logit of ${name}`, oninput: show }));
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
-  sliders.forEach((slider) => { slider.style.width = "120px"; });
+  sliders.forEach((slider) => { slider.style.width = "min(120px, 15vw)"; });
   const spent = outputs(), lengths = outputs();
   addRow("spent on the other keys", "", "", ...spent);
   if (values) addRow("length of the output", "", "", ...lengths);
@@ -43,8 +44,9 @@ function makeToy(table, { names, low, high, values }) {
       row.cells[2].textContent = logits[i].toFixed(1);
       columns.forEach((weights, column) => {
         const color = i ? DATA.colors.other : DATA.colors.star, bar = made("span", {});
-        bar.style.cssText = `display:inline-block;height:12px;width:${80 * weights[i]}px;background:${color}`;
+        bar.style.cssText = `display:inline-block;height:12px;width:calc(${weights[i]} * min(80px, 7vw));background:${color}`;
         const isThere = i > 0 || column === 2; // only the last column has the key of its own
+        row.cells[3 + column].style.whiteSpace = "nowrap";
         row.cells[3 + column].replaceChildren(bar, isThere ? ` ${weights[i].toFixed(2)}` : "");
       });
     });

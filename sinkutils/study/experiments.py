@@ -1,9 +1,9 @@
 """The study: every row of every pre-training table and figure, and the fine-tunings, at every
 scale.
 
-The table is data/experiments.yaml. An experiment is what it changes: dotted paths into `RunConfig`
-and values. A preset is a scale; `grid` joins them. The paper's values stand beside the names in
-data/paper/pretraining.csv.
+An experiment (data/experiments.yaml) is what it changes: dotted paths into `RunConfig` and values.
+A preset (data/presets.yaml) is a scale; `grid` joins them. The paper's values stand beside the
+names in data/paper/pretraining.csv.
 
 Learning rates, steps, batch sizes, windows, d_a and data amounts scale with the preset (`scaled`).
 All else is as printed: weight decay, prefix, positions, alpha, p, m and numbers of heads. The
@@ -19,13 +19,45 @@ from fractions import Fraction
 from typing import Any
 
 from sinkutils.checks import choice
+from sinkutils.data.packing import DataConfig
+from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
-from sinkutils.study.config import Json, RunConfig
-from sinkutils.study.presets import Preset
+from sinkutils.study.config import Json, RunConfig, TrainConfig, from_dict
 
 AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
 SECTIONS = ("4", "5", "6", "7", "C", "D", AFTER_PAPER)
 USUAL_PRESETS = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A scale: the same experiments on another model, text and budget. data/presets.yaml says what
+    each field means.
+    """
+
+    name: str
+    model: LMConfig
+    data: DataConfig
+    train: TrainConfig
+    tuning: Json
+    base: str
+    four_epochs: float
+    seconds: float
+    device: str = "cpu"
+    compile: bool = False
+    keeps_weights: bool = False
+    leaves_out: tuple[str, ...] = ()
+
+
+PRESETS: dict[str, Preset] = {}
+for _name, _values in read_yaml(LEDGER / "presets.yaml").items():
+    PRESETS[_name] = from_dict(Preset, {"name": _name, **_values})
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name. Raises ValueError that lists them."""
+    choice("preset", name, PRESETS)
+    return PRESETS[name]
 
 
 def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
@@ -37,7 +69,8 @@ def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
-    of, context = value.get("of"), run.model.context_length
+    of = value.get("of")
+    context = run.model.context_length
     share = float(Fraction(value["times"]))
     whole: Any  # an int or a float, as the field
     if of == "context":

@@ -14,9 +14,15 @@ from functools import lru_cache
 
 from sinkutils.checks import integer
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
-from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, experiment, scaled
-from sinkutils.study.presets import Preset
-from sinkutils.study.presets import preset as find_preset
+from sinkutils.study.experiments import (
+    AFTER_PAPER,
+    EXPERIMENTS,
+    Experiment,
+    Preset,
+    experiment,
+    scaled,
+)
+from sinkutils.study.experiments import preset as find_preset
 from sinkutils.study.record import config_hash
 
 # What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`.

@@ -28,7 +28,7 @@ import os
 import platform
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -47,7 +47,6 @@ from sinkutils.data.corpus import Identity, public_name
 from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
-from sinkutils.study.files import beside, not_saved, put_in_place, remove, set_aside, write_synced
 from sinkutils.study.schema import Metrics, check_alpha, check_config, check_metrics
 
 # Raised by hand when a change to the trainer or the model changes the numbers of its runs.
@@ -278,15 +277,18 @@ def write_record(
     for name, data in files.items():
         sums += f"{_sha256(data)}  {name}\n"
     files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
-    new = beside(target, "tmp")  # whoever holds the run's lock is its only writer
+    new, old = _beside(target)  # whoever holds the run's lock is their only writer
     try:
         remove(new, FILES)
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
         read_record(new)  # what was written is read before the old one goes
-        put_in_place(new, target)
-        discard_old(target)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(new, target)
+        sync_folder(target.parent)
+        _discard(old, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             remove(new, FILES)
@@ -294,43 +296,84 @@ def write_record(
     return open_record(target)
 
 
-def discard_old(target: Path) -> None:
+def _beside(target: Path) -> tuple[Path, Path]:
+    """The hidden folders of a record's successor and of its predecessor, for a moment each."""
+    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
+
+
+def _discard(old: Path, target: Path) -> None:
     """Delete the predecessor of a record; one that is damaged and has weights, which are hours of
     work, is kept.
     """
-    old = beside(target, "old")
-    if not old.exists():
-        return
     try:
         if (old / WEIGHTS).exists():
             read_record(old)
-        remove(old, FILES)
-    except (CorruptRecord, OSError) as error:
-        place = set_aside(old, target)
+    except CorruptRecord as error:
+        place = target.with_name(f"{target.name}.damaged")
+        number = 1
+        while place.exists():
+            number += 1
+            place = target.with_name(f"{target.name}.damaged-{number}")
+        os.replace(old, place)
         warnings.warn(f"{error}; it is kept as {short_name(place)}", stacklevel=2)
+    remove(old, FILES)
 
 
-def finish_replacement(target: Path) -> None:
-    """Do what a process that died while it replaced a record had still to do.
-
-    For who holds the run's lock.
-    """
-    new, old = beside(target, "tmp"), beside(target, "old")
-    if new.exists():
-        try:
-            read_record(new)
-        except CorruptRecord:  # it died while it wrote
-            remove(new, FILES)
-        else:
-            put_in_place(new, target)
+def undo_half(target: Path) -> None:
+    """Undo what a process began that died while it wrote a record. For who holds the run's lock."""
+    new, old = _beside(target)
+    remove(new, FILES)
     if old.exists() and not target.exists():
         os.replace(old, target)
-    discard_old(target)
+    _discard(old, target)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    if os.name == "nt":  # Windows opens no folder
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def not_saved(what: str, error: OSError) -> OSError:
+    """The error with what to do about it."""
+    return OSError(
+        error.errno,
+        f"could not save {what} ({error.strerror or error}): free some space or mend that, and run "
+        "the same command again; what was saved before is intact",
+    )
+
+
+def remove(folder: Path, files: Collection[str]) -> None:
+    """Delete a folder, if it is there, that holds nothing but some of these files.
+
+    Raises OSError for one that holds others.
+    """
+    if folder.exists():
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def rounded(value: Any) -> Any:
     """What JSON makes of a value, with every float to five significant digits."""
-    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.5g}"))
+
+    def five_digits(digits: str) -> float:
+        return float(f"{float(digits):.5g}")
+
+    return json.loads(json.dumps(value), parse_float=five_digits)
 
 
 def versions() -> Json:
@@ -367,19 +410,19 @@ def open_record(target: Path) -> Record:
 def _digests(target: Path) -> dict[str, str]:
     """What SHA256SUMS says: the digest of each file by its name."""
     try:
-        require((target / SUMS).is_file(), "not there")  # nor a pipe, which would be waited for
-        *lines, own = _text((target / SUMS).read_bytes()).decode().splitlines(keepends=True)
-        require(own == f"{_sha256(''.join(lines).encode())}  {SUMS}\n", "changed")
+        require((target / SUMS).is_file(), "not there")
+        text = _text((target / SUMS).read_bytes()).decode()
+        *lines, own = text.splitlines(keepends=True)
+        digest = _sha256("".join(lines).encode())
+        require(own == f"{digest}  {SUMS}\n", "changed")
         digests = dict(line.split()[::-1] for line in lines)
     except (OSError, ValueError) as error:
         raise CorruptRecord(
             f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}"
         ) from error
     with _explained(target, SUMS):
-        lacking = set(JSONS) - digests.keys()
-        require(not lacking, f"it does not list {', '.join(sorted(lacking))}")
-        strange = digests.keys() - FILES
-        require(not strange, f"it lists {', '.join(sorted(strange))}")
+        complete = set(JSONS) <= digests.keys() <= FILES
+        require(complete, f"it lists {', '.join(sorted(digests))}")
     return digests
 
 
@@ -391,17 +434,16 @@ def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     """What a file of a record holds, if it is as it was written."""
     path = target / name
-    try:
-        data = path.read_bytes() if path.is_file() else b""
-    except OSError as error:
-        raise CorruptRecord(
-            f"record {short_name(target)}: {name} cannot be read ({error.strerror})"
-        ) from error
+    data = b""
+    with contextlib.suppress(OSError):
+        if path.is_file():  # nor a pipe, which would be waited for
+            data = path.read_bytes()
     if not name.endswith(".safetensors"):
         data = _text(data)
     if _sha256(data) != digests.get(name):
         raise CorruptRecord(
-            f"record {short_name(target)}: {name} is missing, truncated or changed: {ADVICE}"
+            f"record {short_name(target)}: {name} is missing, truncated or changed, or cannot be "
+            f"read: {ADVICE}"
         )
     return data
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import warnings
@@ -18,11 +17,9 @@ from sinkutils import paths
 from sinkutils.checks import integer
 from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RunConfig, check_name
-from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.files import remove
+from sinkutils.study.experiments import EXPERIMENTS, PRESETS
+from sinkutils.study.experiments import preset as find_preset
 from sinkutils.study.grid import config, plan, resolve
-from sinkutils.study.presets import PRESETS
-from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import (
     FILES,
     RECIPE,
@@ -32,15 +29,15 @@ from sinkutils.study.record import (
     Record,
     RunLocked,
     config_dict,
-    finish_replacement,
     open_record,
     read_record,
     record_folder,
+    remove,
     short_name,
+    undo_half,
 )
 
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # All that the folder of an unfinished run may hold.
 UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")
 
@@ -81,19 +78,13 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Hold that a record may be written here: nothing is here but files of a record."""
-        what = ""
-        if self.folder.is_symlink():
-            what = "is a symbolic link"
-        elif self.folder.exists() and not self.folder.is_dir():
-            what = "is a file"
-        elif self.folder.exists():
-            others = sorted({path.name for path in self.folder.iterdir()} - FILES)
-            if others:
-                what = f"holds {', '.join(others[:3])}, which no record does"
-        if what:
+        if not os.path.lexists(self.folder):
+            return
+        plain = self.folder.is_dir() and not self.folder.is_symlink()
+        if not plain or {path.name for path in self.folder.iterdir()} - FILES:
             raise FileExistsError(
-                f"{self.folder} {what}, and is not replaced: move it away, or give --runs another "
-                "folder"
+                f"{self.folder} is a link, a file or a folder with files that no record has, "
+                "and is not replaced: move it away, or give --runs another folder"
             )
 
     def locked(self) -> bool:
@@ -125,15 +116,14 @@ class RunFolder:
                 # Not there: its last owner is removing the folder.
                 raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
-            what = "there are no locks" if error.errno in NO_LOCKS else "cannot write"
             raise OSError(
                 error.errno,
-                f"{what} below {self.folder.parent} ({error.strerror}): give --runs a folder on "
-                "another disk",
+                f"cannot lock a file below {self.folder.parent} ({error.strerror}): give --runs a "
+                "folder on another disk",
             ) from error
         with lock:
             try:
-                finish_replacement(self.folder)
+                undo_half(self.folder)
                 yield
                 self.checkpoint.unlink(missing_ok=True)
             finally:
@@ -188,7 +178,11 @@ class Runs:
         only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
-        return [run for run in plan(preset, seeds, only) if self.of(run, corpus).record() is None]
+        missing = []
+        for run in plan(preset, seeds, only):
+            if self.of(run, corpus).record() is None:
+                missing.append(run)
+        return missing
 
     def entries(self, preset: str) -> Iterator[Record]:
         """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
@@ -277,7 +271,8 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
     text = values.pop("corpus")
     wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
     # Of a run's many seeds only one is made into a dict.
-    return text == wanted and values == _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    same = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    return text == wanted and values == same
 
 
 _at_seed_0 = lru_cache(maxsize=1024)(config_dict)

@@ -1,7 +1,7 @@
-"""One run over the processes that torchrun started.
+"""One run over the processes that torchrun started, by DDP: each holds the whole model.
 
-DDP where one GPU holds the model, FSDP2 where it has to be cut. Rank 0 alone reads and writes
-records and checkpoints. Where one process fails, torchrun ends the others.
+Rank 0 alone reads and writes records and checkpoints. Where one process fails, torchrun ends the
+others.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from sinkutils.checks import choice, require
+from sinkutils.checks import require
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
@@ -31,8 +30,6 @@ class Group:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among the processes of this machine
-    parallel: str | None = None  # ddp or fsdp; None: one process
     control: Any = None  # a gloo group for what is said between the processes, beside the tensors
 
     @property
@@ -49,13 +46,13 @@ class Group:
         return result[0]  # type: ignore[return-value]
 
     def in_turn(self, function: Callable[[], T]) -> T:
-        """`function()` in every process, first in one of each machine, as it fills a cache."""
+        """`function()` in every process: on rank 0 before the others, as it fills a cache."""
         if self.size == 1:
             return function()
-        if self.local_rank > 0:
+        if not self.first:
             dist.barrier(self.control)
         result = function()
-        if self.local_rank == 0:
+        if self.first:
             dist.barrier(self.control)
         return result
 
@@ -66,10 +63,6 @@ class Group:
         x = x.clone()
         dist.all_reduce(x)
         return x / self.size
-
-    def whole(self, x: Tensor) -> Tensor:
-        """A number of every process, such as a gradient norm, of which FSDP leaves each a part."""
-        return x.full_tensor() if self.parallel == "fsdp" else x  # type: ignore[attr-defined]
 
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
@@ -84,60 +77,31 @@ class Group:
         """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""
         return batch.chunk(self.size)[self.rank]
 
-    def wrap(self, model: Any, precision: str) -> nn.Module:
-        """The module to call in training. Before the optimiser is made: FSDP replaces parameters.
-
-        DDP keeps whole replicas. FSDP2 cuts weights, gradients and optimiser state into `size`
-        parts, block by block; with precision bf16 the weights are gathered and used in bf16,
-        gradients are added up in fp32.
-        """
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module to call in training: DDP averages its gradients over the processes."""
+        if self.size == 1:
+            return model
         device = next(model.parameters()).device
-        if self.parallel == "ddp":
-            indices = [device.index] if device.type == "cuda" else None
-            return DistributedDataParallel(model, indices, gradient_as_bucket_view=True)
-        if self.parallel == "fsdp":
-            from torch.distributed.fsdp import (
-                MixedPrecisionPolicy,
-                fully_shard,
-                register_fsdp_forward_method,
-            )
-
-            mesh = init_device_mesh(device.type, (self.size,))
-            half = torch.bfloat16 if precision == "bf16" else None
-            # Inputs are not cast: the position tables among them need their precision.
-            policy = MixedPrecisionPolicy(
-                param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-            for part in (*model.blocks, model):
-                fully_shard(part, mesh=mesh, mp_policy=policy)
-            register_fsdp_forward_method(model, "hidden")  # what `measure` calls
-        return model
-
-    def sync_gradients(self, model: Any, last: bool) -> None:
-        """Before a micro-batch: gradients are averaged over the processes with a step's last."""
-        if self.parallel == "ddp":
-            model.require_backward_grad_sync = last
-        if self.parallel == "fsdp":
-            model.set_requires_gradient_sync(last)
+        indices = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(model, indices, gradient_as_bucket_view=True)
 
 
 ALONE = Group()
 
 
 @contextlib.contextmanager
-def joined(parallel: str, device: torch.device) -> Iterator[Group]:
+def joined(device: torch.device) -> Iterator[Group]:
     """The group in which torchrun started this process, `ALONE` where it did not.
 
-    Each process takes the GPU of its local rank. Raises ValueError for a `parallel` that is not ddp
-    or fsdp, or for more processes on a machine than it has GPUs.
+    Each process takes the GPU of its local rank. Raises ValueError for more processes on a machine
+    than it has GPUs.
     """
-    choice("parallel", parallel, ("ddp", "fsdp"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE
         return
-    local_rank = int(os.environ["LOCAL_RANK"])
     if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
         gpus = torch.cuda.device_count()
         require(
             local_rank < gpus,
@@ -147,6 +111,6 @@ def joined(parallel: str, device: torch.device) -> Iterator[Group]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     control = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
-        yield Group(dist.get_rank(), size, local_rank, parallel, control)
+        yield Group(dist.get_rank(), size, control)
     finally:
         dist.destroy_process_group()

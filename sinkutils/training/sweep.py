@@ -8,7 +8,6 @@ however that ends.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,10 +26,10 @@ from tqdm import tqdm
 
 from sinkutils.checks import choice, first_line, integer, real, require
 from sinkutils.checks import device as find_device
-from sinkutils.data.corpus import load_corpus, located
+from sinkutils.data.corpus import Identity, load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.experiments import preset
 from sinkutils.study.grid import config
-from sinkutils.study.presets import preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
 
@@ -65,8 +64,12 @@ class Worker:
         """Its exit status, once it has ended, and its messages."""
         status = self.process.wait()
         output = self.log.read_bytes()[self.begin :].decode(errors="replace")
-        # Some messages stand behind a progress bar.
-        return status, [line.partition(SAID)[2] for line in output.splitlines() if SAID in line]
+        messages = []
+        for line in output.splitlines():
+            _, said, message = line.partition(SAID)  # some stand behind a progress bar
+            if said:
+                messages.append(message)
+        return status, messages
 
 
 def stop(workers: list[Worker]) -> None:
@@ -111,7 +114,8 @@ def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -
     if engine_name == "local":
         find_device(kind)
         if kind == "cuda":
-            return tuple(f"cuda:{worker % torch.cuda.device_count()}" for worker in range(jobs))
+            gpus = torch.cuda.device_count()
+            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
     return (kind,) * jobs
 
 
@@ -168,28 +172,20 @@ class Job:
     log: Path
     future: Any
 
-    def steps(self) -> int:
-        """The step at which the run is, as the last progress bar in its log says."""
-        if not self.log.exists():
-            return 0
-        name = re.escape(f"{self.run.config.experiment} seed {self.run.config.seed}")
-        bars = re.findall(rf"{name}: [^\r]*?(\d+)/\d+ \[", self.log.read_text(errors="replace"))
-        return int(bars[-1]) if bars else 0
-
     def outcome(self) -> RunOutcome | None:
         """How the run ended, once its future is done; None where another process has it."""
         end = partial(RunOutcome, self.run.config.experiment, self.run.config.seed)
         where = f"see {self.log.parent.name}/{self.log.name}"
         try:
             status, messages = self.future.result()
-            record = read_record(self.run.folder) if status == 0 else None
+            if status == LOCKED:
+                return None
+            if status == 0:
+                record = read_record(self.run.folder)
+                again = [message for message in messages if AGAIN in message]
+                return end(record.status, record.reason or "; ".join(again))
         except Exception as error:  # whatever an engine raises that lost a worker: the others go on
             return end("crashed", f"{first_line(error)}; {where}")
-        if record is not None:
-            reasons = [record.reason, *(message for message in messages if AGAIN in message)]
-            return end(record.status, "; ".join(filter(None, reasons)))
-        if status == LOCKED:
-            return None
         if not messages and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
             messages = ["the disk is full: free some space and run the same command again"]
         return end("crashed", "; ".join([f"exit status {status}", *messages[-1:], where]))
@@ -223,41 +219,41 @@ def sweep(
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
+    logs = store.folder / "logs" / preset_name
+    options = ["--preset", preset_name, "--checkpoint-seconds", str(checkpoint_seconds)]
+    options += ["--runs", str(store.folder)]
     text = None
     if corpus:
-        corpus = located(corpus)
-        text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity
+        options += ["--corpus", located(corpus)]
+        text = _text_of(preset_name, located(corpus))
     queue = store.missing(preset_name, seeds, text, only)
-    planned = len(queue)
-    total = sum(run.train.steps for run in queue)
-    logs = store.folder / "logs" / preset_name
     submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     if queue:
         logs.mkdir(parents=True, exist_ok=True)
         if progress:
             print(f"logs of the runs: {logs}", file=sys.stderr)
-    options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
-    options += ["--runs", str(store.folder)]
-    if corpus:
-        options += ["--corpus", corpus]
     running = list[Job]()
-    elsewhere = list[RunConfig]()  # what another process trains
+    elsewhere = set[RunConfig]()  # what another process has had
     outcomes = list[RunOutcome]()
-    ended = 0
-    with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
+    with tqdm(desc=preset_name, total=len(queue), unit="run", disable=not progress) as bar:
         try:
-            while queue or running or elsewhere:
-                while free:
-                    training = [*elsewhere, *(job.run.config for job in running)]
-                    run = _next(queue, training)
-                    if run is None:
-                        break
-                    queue.remove(run)
+            while queue or running:
+                for run in list(queue):
+                    training = [job.run.config for job in running]
+                    if not free or _needs_another(run, queue, training):
+                        continue
                     name = f"{run.experiment} seed {run.seed}"
                     place = store.of(run, text)
                     if _locked(place, store):
-                        elsewhere.append(run)
-                        bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
+                        if run not in elsewhere:
+                            bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
+                        elsewhere.add(run)
+                        continue
+                    queue.remove(run)
+                    record = place.record() if run in elsewhere else None
+                    if record is not None:
+                        detail = "by another process"
+                        outcomes.append(RunOutcome(run.experiment, run.seed, record.status, detail))
                         continue
                     log = logs / f"{run.experiment}-{run.seed}.log"
                     where = free.popleft()
@@ -272,63 +268,49 @@ def sweep(
                     free.append(job.device)
                     outcome = job.outcome()
                     if outcome is None:
-                        elsewhere.append(job.run.config)
-                        continue
-                    outcomes.append(outcome)
-                    ended += job.run.config.train.steps
-                for run in list(elsewhere):
-                    place = store.of(run, text)
-                    if _locked(place, store):
-                        continue
-                    elsewhere.remove(run)
-                    record = place.record()
-                    if record is None:
-                        queue.append(run)
-                        continue
-                    outcomes.append(
-                        RunOutcome(run.experiment, run.seed, record.status, "by another process")
-                    )
-                    ended += run.train.steps
-                bar.set_description(f"{preset_name}: {len(outcomes)}/{planned} runs", refresh=False)
-                bar.update(ended + sum(job.steps() for job in running) - bar.n)
+                        queue.append(job.run.config)
+                        elsewhere.add(job.run.config)
+                    else:
+                        outcomes.append(outcome)
+                bar.update(len(outcomes) - bar.n)
                 if not finished:
                     time.sleep(POLL_SECONDS)
         except BaseException:
             workers = [job.future for job in running if isinstance(job.future, Worker)]
             stop(workers)
             if workers:
-                bar.write(
-                    f"{SAID}stopped {len(workers)} runs; what they have saved stays",
-                    file=sys.stderr,
-                )
+                message = f"{SAID}stopped {len(workers)} runs; what they have saved stays"
+                bar.write(message, sys.stderr)
             raise
     return outcomes
+
+
+def _text_of(preset_name: str, corpus: str) -> Identity:
+    """What a text is, in the tokens of a preset."""
+    return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
 
 
 def _locked(place: RunFolder, store: Runs) -> bool:
     """Whether another process trains the run, or what it starts from."""
     run = place.config
     if isinstance(run, FinetuneConfig):
-        start = store.of(config(run.start, run.preset, run.seed), place.corpus)
+        before = config(run.start, run.preset, run.seed)
+        start = store.of(before, place.corpus)
         return place.locked() or start.locked()
     return place.locked()
 
 
-def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None:
-    """The first run of the queue that can begin.
+def _needs_another(run: RunConfig, queue: list[RunConfig], training: list[RunConfig]) -> bool:
+    """Whether a fine-tuning has to wait for its start.
 
-    A fine-tuning cannot while its start is in the queue or being trained, be it by another
-    fine-tuning, which trains a start that is missing.
+    It does while that is in the queue or being trained, be it by another fine-tuning, which trains
+    a start that is missing.
     """
-    pending = {(run.experiment, run.seed) for run in (*queue, *training)}
-    for run in training:
-        if isinstance(run, FinetuneConfig):
-            pending.add((run.start, run.seed))
-    for run in queue:
-        start = getattr(run, "start", None)  # of a pre-training there is none
-        if (start, run.seed) not in pending:
-            return run
-    return None
+    pending = {(other.experiment, other.seed) for other in (*queue, *training)}
+    for other in training:
+        if isinstance(other, FinetuneConfig):
+            pending.add((other.start, other.seed))
+    return isinstance(run, FinetuneConfig) and (run.start, run.seed) in pending
 
 
 def estimate(
@@ -340,6 +322,7 @@ def estimate(
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset names for its own steps."""
     base = preset(preset_name)
-    text = load_corpus(corpus, base.model.vocab_size).identity if corpus else None
+    text = _text_of(preset_name, corpus) if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)
-    return [(run, base.seconds * run.train.steps / base.train.steps) for run in planned]
+    a_step = base.seconds / base.train.steps
+    return [(run, a_step * run.train.steps) for run in planned]

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
-from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
-from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CHECKPOINT_SECONDS, Record, write_record
+from sinkutils.study.experiments import PRESETS
+from sinkutils.study.record import (
+    CHECKPOINT_SECONDS,
+    CorruptRecord,
+    Record,
+    config_hash,
+    not_saved,
+    sync_folder,
+    write_record,
+    write_synced,
+)
 from sinkutils.study.store import Folder, RunFolder, Runs
-from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
+
+CHECKPOINT = 2  # raised when what a checkpoint holds changes
+DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before the rest
 
 
 def train(
@@ -89,18 +100,19 @@ def train(
         compile = wanted and target.type == "cpu" and compiles()
     start = None
     if isinstance(config, FinetuneConfig):
-        start = _start_of(
-            config,
-            store,
-            text,
-            group,
+        pretrain = partial(
+            train,
+            runs=runs,
             device=device,
             corpus=None if corpus is None else text,
+            keep_weights=True,
             compile=compile,
             graph=graph,
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
+            group=group,
         )
+        start = _start_of(config, store, text, group, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, place.lock())
@@ -109,10 +121,16 @@ def train(
             return done
         group.once(place.check_free)
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
+        load_checkpoint(run, place.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
-        reason, report = _to_its_end(
-            run, place.checkpoint, checkpoint_seconds, progress, compile, graph
+        if graph:
+            run.graph = GraphedStep(run)
+        forward = torch.compile(run.loss) if compile else run.loss
+        step = partial(run.advance, forward)
+        form = how(run, compile, graph)
+        ((_, reason, report),) = to_their_ends(
+            [run], step, form, progress, place.checkpoint, checkpoint_seconds
         )
         return save_run(run, place.folder, reason, report, keep_weights)
 
@@ -124,10 +142,11 @@ def save_run(
 
     reason: of its failure, None if it has none. report: of its last evaluation.
     """
-    weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
+    weights = run.model.state_dict() if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-    metrics, provenance = summary(run, report, reason), run.provenance()
+    metrics = summary(run, report, reason)
+    provenance = run.provenance()
     identity = run.corpus.identity
     return run.group.once(
         write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
@@ -139,7 +158,8 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
 
     Raises ValueError where the text has more kinds of tokens than the model.
     """
-    size, most = corpus.vocab_size, place.config.model.vocab_size
+    size = corpus.vocab_size
+    most = place.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(
         size <= most,
@@ -155,7 +175,11 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
 
 
 def _start_of(
-    config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any
+    config: FinetuneConfig,
+    store: Runs,
+    text: Corpus,
+    group: Group,
+    pretrain: Callable[[RunConfig], Record],
 ) -> Record:
     """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
@@ -163,7 +187,7 @@ def _start_of(
         lambda: store.of(before, text.identity).record() or store.of(before).record()
     )
     if start is None or (start.status == "done" and start.weights is None):
-        start = train(before, store.root, keep_weights=True, group=group, **options)
+        start = pretrain(before)
     require(
         start.status == "done",
         f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
@@ -172,57 +196,59 @@ def _start_of(
     return start
 
 
-def _to_its_end(
-    run: Run,
-    checkpoint: Path,
-    checkpoint_seconds: float,
-    progress: bool,
-    compile: bool,
-    graph: bool,
-) -> tuple[str | None, Report | None]:
-    """Train from the last checkpoint to the last step: why it failed, and the last report."""
-    model, steps = run.config.model, run.config.train.steps
-    if compile:  # a graph cannot compare a kernel with dense rows
-        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        flex_serves(model.attention, run.device, dtype, model.head_dim)
-    forward = torch.compile(run.loss) if compile else run.loss
-    load_checkpoint(run, checkpoint)
-    if graph:
-        run.graph = GraphedStep(run)
-    form = how(run, compile, graph)
-    if run.parts[-1:] != [form]:
-        run.parts.append(form)
-    # Without a step it is an untrained control: what position terms and biases do by themselves.
-    report = None if run.curve else run.evaluate([])
+def to_their_ends(
+    runs: Sequence[Run],
+    step: Callable[[], Any],
+    form: Json,
+    progress: bool = False,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Iterator[tuple[Run, str | None, Report | None]]:
+    """Train runs together: each as it ends, with the reason of its failure, or its last report.
+
+    step: takes the next step of all of them. form: what `how` says. checkpoint: where one run keeps
+    its state.
+    """
+    first = runs[0]
+    train = first.config.train
+    for run in runs:
+        if run.parts[-1:] != [form]:
+            run.parts.append(form)
+        if not run.curve:  # what position terms and biases do by themselves, without a step
+            run.evaluate([])
+    alive = list(runs)
     saved = time.monotonic()
-    began = saved - run.seconds
+    began = saved - first.seconds
     bar = tqdm(
-        total=steps,
-        initial=run.step,
-        # By this a sweep finds the bar in a log.
-        desc=f"{run.config.experiment} seed {run.config.seed}",
+        total=train.steps,
+        initial=first.step,
+        desc=f"{first.config.experiment} seed {first.config.seed}",
         unit="step",
         leave=False,
         mininterval=2,
         disable=not progress,
     )
     with bar:
-        while run.step < steps:
-            run.advance(forward)
+        while alive:
+            step()
             bar.update()
-            if run.step % run.config.train.eval_every and run.step < steps:
+            ended = first.step == train.steps
+            if first.step % train.eval_every and not ended:
                 continue
-            reason, report = evaluated(run)
-            run.seconds = time.monotonic() - began
-            if reason is not None:
-                return reason, None
-            bar.set_postfix(loss=run.curve[-1]["valid_loss"], sink=run.curve[-1]["sink_1"])
-            # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
-            due = run.step < steps and time.monotonic() - saved > checkpoint_seconds
-            if run.group.once(bool, due):
-                save_checkpoint(run, checkpoint)
+            for run in list(alive):
+                reason, report = evaluated(run)
+                run.seconds = time.monotonic() - began
+                if ended or reason is not None:
+                    yield run, reason, report
+                    alive.remove(run)
+                else:
+                    point = run.curve[-1]
+                    bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
+            # Only here is the state whole: no losses wait to be averaged.
+            due = time.monotonic() - saved > checkpoint_seconds
+            if alive and due and checkpoint is not None and first.group.first:
+                save_checkpoint(first, checkpoint)
                 saved = time.monotonic()
-    return None, report
 
 
 def how(run: Run, compiled: bool, graph: bool) -> Json:
@@ -243,18 +269,16 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
     losses = run.losses()
     of_a_guess = math.log(run.config.model.vocab_size)
     reason = divergence(losses, hopeless=2 * of_a_guess)
-    if reason is None:
-        report = run.evaluate(losses)
-        if report is not None:
-            return None, report
-        reason = "the model computed what is not finite"
-    return f"{reason} by step {run.step}", None
+    report = None if reason else run.evaluate(losses)
+    if report is not None:
+        return None, report
+    return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
     """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
-    adamw = all(isinstance(optimizer, torch.optim.AdamW) for optimizer in run.optimizers)
-    return run.device.type == "cuda" and run.group.size == 1 and run.fixed_shapes and adamw
+    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
+    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
@@ -279,6 +303,67 @@ def compiles() -> bool:
         )
         return False
     return True
+
+
+def save_checkpoint(run: Run, path: Path) -> None:
+    """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
+    state: Json = {"of": identity(run), "model": run.model.state_dict()}
+    state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
+    for name in run.PROGRESS:
+        state[name] = getattr(run, name)
+    file = io.BytesIO()
+    torch.save(state, file)
+    data = file.getvalue()
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write_synced(temporary, hashlib.sha256(data).digest() + data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise not_saved(path.name, error) from error
+    sync_folder(path.parent)
+
+
+def load_checkpoint(run: Run, path: Path) -> None:
+    """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
+    state = run.group.once(_state_of, run, path)
+    if not state:
+        return
+    run.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        # Rates and the like are those of this start, which may be on another device.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": saved, "param_groups": groups})
+    for name in run.PROGRESS:
+        setattr(run, name, state[name])
+
+
+def identity(run: Run) -> list[Any]:
+    """What a checkpoint has to be of: the config, and the text and whatever a run starts from."""
+    return [CHECKPOINT, config_hash(run.config), run.fingerprint]
+
+
+def read_checkpoint(path: Path) -> Json:
+    """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte has changed."""
+    blob = path.read_bytes()
+    if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
+        raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
+    return torch.load(io.BytesIO(blob[DIGEST:]), weights_only=True, map_location="cpu")
+
+
+def _state_of(run: Run, path: Path) -> Json:
+    """The state in a file; empty, with a warning that says why, if there is one of no use."""
+    if not path.exists():
+        return {}
+    try:
+        state = read_checkpoint(path)
+        if state["of"] == identity(run):
+            return state
+        reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
+    except CorruptRecord as error:
+        reason = str(error)
+    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
+    return {}
 
 
 @contextlib.contextmanager

@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-needs_chromium = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed"
-)
+missing = "chromium or chromedriver is not installed"
+needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=missing)
 # Everything Chromium would do over the network of its own accord is off.
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic --no-first-run "
@@ -55,9 +54,6 @@ def console_errors(driver: webdriver.Chrome) -> list[str]:
 def requests(driver: webdriver.Chrome) -> set[str]:
     """The addresses that pages have asked for since it was last asked here, without those of Chromium's own new tab."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    sent = [
-        message["params"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    ]
+    requests = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    sent = requests
     return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome")}

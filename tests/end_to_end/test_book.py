@@ -7,17 +7,13 @@ import pytest
 from browser import NOTEBOOKS, ROOT, SHOTS, chromium, console_errors, needs_chromium, requests
 
 BOOK = ROOT / "book" / "html"
-TEXTS = [
-    path.relative_to(ROOT).with_suffix("")
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
-]
+SOURCES = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+TEXTS = [path.relative_to(ROOT).with_suffix("") for path in SOURCES]
 PAGES = [BOOK / f"{name}.html" for name in ("index", "search", *TEXTS)]
 PAGES += [BOOK / "notebooks" / f"{path.stem}.html" for path in NOTEBOOKS]
 SIZES = {"desk": (1280, 1000), "phone": (390, 844)}  # a window's width and height
-pytestmark = [
-    needs_chromium,
-    pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book"),
-]
+no_book = pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")
+pytestmark = [needs_chromium, no_book]
 
 LOOK = """
 const done = arguments[0], all = (query) => [...document.querySelectorAll(query)];
@@ -46,11 +42,8 @@ def pages(request):
     SHOTS.mkdir(parents=True, exist_ok=True)
     with chromium(*SIZES[request.param]) as driver:
         if request.param == "phone":  # a window cannot be so narrow
-            metrics = dict(
-                zip(("width", "height"), SIZES["phone"], strict=True),
-                deviceScaleFactor=2,
-                mobile=True,
-            )
+            metrics = dict(zip(("width", "height"), SIZES["phone"], strict=True))
+            metrics |= {"deviceScaleFactor": 2, "mobile": True}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         for path in PAGES:
             driver.get(path.as_uri())
@@ -76,9 +69,8 @@ def test_every_page_needs_the_book_alone_and_no_network(pages):
 
 def test_every_image_is_there_and_every_formula_is_drawn(pages):
     assert sum(len(page["images"]) for page in pages.values()) > len(NOTEBOOKS)
-    assert {
-        source for page in pages.values() for source, width in page["images"] if not width
-    } == set()
+    images = [image for page in pages.values() for image in page["images"]]
+    assert {source for source, width in images if not width} == set()
     assert sum(page["drawn"] for page in pages.values()) > 0
     assert [path.name for path, page in pages.items() if page["drawn"] != page["formulas"]] == []
 
@@ -127,6 +119,5 @@ def test_every_slider_and_button_of_the_first_notebook_moves_its_picture():
         assert console_errors(driver) == []
     assert len(moved) == 3
     assert all(any(changed) for changed in moved)
-    assert (
-        sum(changed.count(False) for changed in moved) <= 1
-    )  # "nothing matches" is how the logits start
+    # "nothing matches" is how the logits start
+    assert sum(changed.count(False) for changed in moved) <= 1

@@ -17,10 +17,8 @@ from browser import NOTEBOOKS, ROOT, SHOTS, chromium, needs_chromium
 
 LAB = ROOT / ".venv" / "bin" / "jupyter-lab"
 SECONDS = 900  # for one notebook: 00 trains a small model, on a busy machine too
-pytestmark = [
-    needs_chromium,
-    pytest.mark.skipif(not LAB.exists(), reason="there is no JupyterLab in .venv: make run"),
-]
+no_lab = pytest.mark.skipif(not LAB.exists(), reason="there is no JupyterLab in .venv: make run")
+pytestmark = [needs_chromium, no_lab]
 
 RUN_ALL = """
 const done = arguments[0], pause = (milliseconds) => new Promise((wake) => setTimeout(wake, milliseconds));
@@ -55,13 +53,8 @@ def lab(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     token, state = secrets.token_hex(16), tmp_path_factory.mktemp("jupyter")
-    command = [
-        str(LAB),
-        "--no-browser",
-        "--allow-root",
-        f"--port={port}",
-        f"--IdentityProvider.token={token}",
-    ]
+    options = ("--no-browser", "--allow-root", f"--port={port}")
+    command = [str(LAB), *options, f"--IdentityProvider.token={token}"]
     command += [f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"]
     folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
     environment = os.environ | dict.fromkeys(folders, str(state))

@@ -51,11 +51,8 @@ def settled(driver):
 def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
     requests(driver)
     visit(driver)
-    outside = [
-        url
-        for url in requests(driver)
-        if not url.startswith((PAGE.as_uri(), "blob:", "data:", "about:"))
-    ]
+    own = (PAGE.as_uri(), "blob:", "data:", "about:")
+    outside = [url for url in requests(driver) if not url.startswith(own)]
     assert outside == []
     assert console_errors(driver) == []
 
@@ -87,11 +84,8 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
 def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):
     visit(driver)
     count = "DATA.real[{!r}].texts.filter((_, i) => i % 2 === {}).map(({{ alpha }}) => mean(alpha))"
-    for model, bos, low, high in (
-        ("gemma-3-270m", 1, 0.4, 1),
-        ("gemma-3-270m", 0, 0, 0.3),
-        ("smollm2", 0, 0.4, 1),
-    ):
+    first = ("gemma-3-270m", 1, 0.4, 1), ("gemma-3-270m", 0, 0, 0.3), ("smollm2", 0, 0.4, 1)
+    for model, bos, low, high in first:
         means = driver.execute_script("return " + count.format(model, bos))
         assert all(low < share < high for share in means)
 
@@ -141,9 +135,7 @@ def test_a_link_opens_the_state_that_it_was_copied_from(driver):
         driver,
         f"#model=k_bias&step=0&head=7&text={quote(text)}&query=3&hide=1&element=0.5&threshold=0.4",
     )
-    chosen = driver.execute_script(
-        "return [state.model, state.head, state.text, state.query, state.hide]"
-    )
+    chosen = driver.execute_script("with (state) return [model, head, text, query, hide]")
     assert chosen == ["k_bias", 7, text, 3, 1]
     picture, address = driver.execute_script(
         "return [document.getElementById('map').innerHTML, location.hash]"

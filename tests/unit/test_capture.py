@@ -2,13 +2,15 @@
 
 import functools
 import math
+from unittest.mock import Mock
 
 import families
 import pytest
 import torch
 import transformers as tf
-from helpers import Largest, refuses, spoil
+from helpers import WRONG, Largest, refused, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
+from torch.testing import assert_close
 
 from sinkutils.measuring import masks, passes
 from sinkutils.measuring.families import attention_layers
@@ -18,7 +20,7 @@ from sinkutils.model import flash
 T, VOCAB = 24, families.VOCAB
 TARGETS = (1, 2, 5)
 WINDOWED = ("mistral", "gemma3_text", "gpt_oss", "gemma2+softcap", "llama4_text+chunks")
-close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+close = functools.partial(assert_close, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neo"])
@@ -45,23 +47,18 @@ def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family):
 def test_alpha_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family):
     model, ids = build(family), tokens()
     maps = eager_maps(model, ids)
-    report = measure(
-        model, ids, range(1, T + 1), heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2
-    )
+    chosen = ((1, 2), (0, 3), (1, 2), [0, 1])
+    report = measure(model, ids, range(1, T + 1), heads=chosen, batch_size=2)
     close(report.alpha, eager_alpha(model, ids, tuple(range(1, T + 1))))
     assert set(report.kept) == {(1, 2), (0, 3), (0, 1)}
     for (layer, head), kept in report.kept.items():
         close(kept.map, maps[layer][:, head])
         if family == "llama":  # two heads share a key
             logits = kept.queries @ kept.keys.mT / math.sqrt(8)
-            close(
-                logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1),
-                kept.map,
-            )
-    for heads, named in (
-        (((0, 99),), r"\(0, 99\).*heads 0..3"),
-        (((7, 0),), r"\(7, 0\).*layers are \[0, 1\]"),
-    ):
+            hidden = torch.ones(T, T).triu(1).bool()
+            close(logits.masked_fill(hidden, -math.inf).softmax(dim=-1), kept.map)
+    strange = (((0, 99),), r"\(0, 99\).*heads 0..3"), (((7, 0),), r"\(7, 0\).*layers are \[0, 1\]")
+    for heads, named in strange:
         refuses(named, measure, model, ids, heads=heads)
 
 
@@ -74,17 +71,13 @@ def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family, side):
         place = slice(0, length) if side == "right" else slice(T - length, T)
         padded[row, place], mask[row, place] = ids[row, :length], 1
     report = measure(model, padded, TARGETS, attention_mask=mask)
-    alone = [
-        measure(model, ids[row : row + 1, :length], TARGETS) for row, length in enumerate(lengths)
-    ]
+    alone = [measure(model, ids[i : i + 1, :n], TARGETS) for i, n in enumerate(lengths)]
     close(report.alpha, torch.cat([r.alpha for r in alone]))
     assert report.lengths.tolist() == list(lengths)
-    close(
-        report.hidden_norms[:, 10], torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
-    )
-    close(
-        report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1]
-    )  # only one sequence is that long
+    at_10 = torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
+    close(report.hidden_norms[:, 10], at_10)
+    # only one sequence is that long
+    close(report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1])
     mask[[1, 3]] = 0
     mask[1, :4] = mask[3, :5] = 1  # the largest target is 5
     short = measure(model, padded, TARGETS, attention_mask=mask)
@@ -104,9 +97,8 @@ def test_other_precisions_stay_close_to_dense_float32(family, dtype):
     report = measure(model, ids, TARGETS)
     assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
     wide = model if dtype == torch.float64 else model.float()
-    assert (report.alpha - eager_alpha(wide, ids, TARGETS)).abs().max() < (
-        1e-6 if dtype == torch.float64 else 0.03
-    )
+    limit = 1e-6 if dtype == torch.float64 else 0.03
+    assert (report.alpha - eager_alpha(wide, ids, TARGETS)).abs().max() < limit
 
 
 @pytest.mark.parametrize(
@@ -138,9 +130,8 @@ def test_the_model_is_left_as_it_was_also_after_an_exception_and_its_own_outputs
 def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch):
     for family in ("gpt2", "opt"):
         model = build(family)
-        monkeypatch.setattr(
-            type(model.base_model), "forward", None
-        )  # as on a GPU, where a look-up is an assert
+        # as on a GPU, where a look-up is an assert
+        monkeypatch.setattr(type(model.base_model), "forward", None)
         refuses("321 positions, and the model has learned 320", measure, model, tokens(1, 321))
 
 
@@ -148,7 +139,9 @@ def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
     model, ids = build("llama"), tokens()
     assert measure(model, ids).bos is False
     ids[:, 0] = model.config.bos_token_id
+    model.name_or_path = "somebody/llama"
     report = measure(model, ids)
+    assert report.name == "somebody/llama" and measure(model, ids, name="mine").name == "mine"
     assert report.bos is True and "BOS first: yes" in str(report) and "T = 24, n = 3" in str(report)
     vars(model.config)["bos_token_id"] = [1, 2]  # as some families have it
     ids[:, 0] = torch.tensor([1, 2, 1])
@@ -162,34 +155,36 @@ def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "mask", masks.sdpa_mask)
 
 
+@pytest.mark.parametrize("where", WRONG)
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
-@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
-def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, tried, monkeypatch):
-    """Also where only row 3 is wrong, which sees the first keys, and only in the model, not where it is tried out."""
+def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, where, monkeypatch):
+    """Also where only row 3 is wrong, which sees the first keys."""
     model, ids = build("llama" if kind == "causal" else "mistral"), tokens()
-    monkeypatch.setattr(flash, "TRUST", {})
     if kind == "mask":
         mask_without_positions(monkeypatch)
     expected = eager_alpha(model, ids, TARGETS)
     assert measure(model, ids, TARGETS).path == "fused"
-    spoil(monkeypatch, "fused", "in row 3")
-    if not tried:
-        flash.TRUST.clear()
-        with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
-            report = measure(model, ids, TARGETS)
-    else:
-        report = measure(model, ids, TARGETS)
+    spoil(monkeypatch, where)
+    report = measure(model, ids, TARGETS)
     assert report.path == "exact"
-    torch.testing.assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+    assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:the fused kernel .*window attention")
-@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
-def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monkeypatch):
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_kernel_that_is_not_there_is_not_used_and_a_full_memory_is_said(error, monkeypatch):
+    model, ids = build("llama"), tokens()
+    expected = eager_alpha(model, ids, TARGETS)
+    monkeypatch.setattr(flash, "fused", Mock(side_effect=error("no such op")))
+    report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr(flash, "fused", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(model, ids, TARGETS)
+
+
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch):
     model, ids, mask = build("mistral"), tokens(), torch.ones(3, T, dtype=torch.long)
-    monkeypatch.setattr(flash, "TRUST", {})
-    if tried:
-        assert flash.trusted("fused", "window", ids.device, torch.float32, 8)
     mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
     right = flash.fused
 
@@ -199,9 +194,7 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monke
 
     monkeypatch.setattr(flash, "fused", wrong)
     report = measure(model, ids, TARGETS, attention_mask=mask)
-    torch.testing.assert_close(
-        report.alpha[1:], eager_alpha(model, ids[1:], TARGETS), atol=1e-6, rtol=1e-5
-    )
+    assert_close(report.alpha[1:], eager_alpha(model, ids[1:], TARGETS), atol=1e-6, rtol=1e-5)
     assert report.path == "exact" and report.windows == (7, 7)
 
 
@@ -217,9 +210,7 @@ def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(family, exact, m
     monkeypatch.setattr(flash, "ROWS", 5)
     report = measure(model, ids, **asked)
     for name in ("alpha", "hidden_norms"):
-        torch.testing.assert_close(
-            getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4
-        )
+        assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
     assert report.path == expected.path
 
 
@@ -230,10 +221,9 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
     for k in TARGETS:
         seeing = [(layer[:, :, k - 1 :, k - 1] > 0).float().mean(dim=(0, 1, 2)) for layer in maps]
         assert report.caps(k) == pytest.approx([float(share) for share in seeing])
-        over = torch.stack(
-            [m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1
-        )
-        torch.testing.assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
+        columns = [m[:, :, k - 1 :, k - 1] for m in maps]
+        over = torch.stack([x.sum(-1) / (x[0, 0] > 0).sum() for x in columns], 1)
+        assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
     assert min(report.caps()) == pytest.approx(7 / T)
     assert "in layers with a window alpha_1 is at most 0.292: see caps(1)" in str(report)
 
@@ -255,12 +245,8 @@ def test_chunks_of_queries_change_nothing(monkeypatch):
             patch.setattr(passes, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
             pieces = measure(model, ids, TARGETS, exact=True, heads=((0, 1),))
         for name in ("alpha", "hidden_norms"):
-            torch.testing.assert_close(
-                getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5
-            )
-        torch.testing.assert_close(
-            pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5
-        )
+            assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)
+        assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
 
 
 NONE = {
@@ -288,18 +274,13 @@ def test_bad_input_is_a_clear_error():
     refuses("int64", measure, model, tokens().float())
     refuses(r"ids must be in 0..95, .* got 96..96", measure, model, torch.full((1, 4), VOCAB))
     refuses("a row of padding", measure, model, ids, attention_mask=torch.zeros(3, T))
-    refuses(
-        "between the tokens",
-        measure,
-        model,
-        ids,
-        attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1),
-    )
+    refuses("attention_mask must be of type Tensor", measure, model, ids, attention_mask=[[1]])
+    with refused("between the tokens"):
+        measure(model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
     packed = torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)
     refuses("packed texts.*a row of its", measure, model, ids, attention_mask=packed)
-    refuses(
-        "must have the shape of ids", measure, model, ids, attention_mask=torch.ones(3, 1, T, T)
-    )
+    with refused("must have the shape of ids"):
+        measure(model, ids, attention_mask=torch.ones(3, 1, T, T))
     refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
     refuses("bos must be True, False or None", measure, model, ids, bos="maybe")
     ragged = torch.nested.nested_tensor([ids[0], ids[1]])

@@ -5,15 +5,21 @@ import json
 
 import pandas as pd
 import pytest
-from helpers import refuses
+from helpers import refused, refuses
 
 from sinkutils import claim_checks
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.experiments import (
+    EXPERIMENTS,
+    PRESETS,
+    Experiment,
+    experiment,
+    experiments,
+    preset,
+)
 from sinkutils.study.grid import config, resolve, unavailable
-from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
 
@@ -44,18 +50,16 @@ def flat(value, prefix=""):
         return {prefix: value}
     parts = {}
     for field in dataclasses.fields(value):
-        parts |= flat(
-            getattr(value, field.name), f"{prefix}.{field.name}" if prefix else field.name
-        )
+        path = f"{prefix}.{field.name}" if prefix else field.name
+        parts |= flat(getattr(value, field.name), path)
     return parts
 
 
 def changes(run: RunConfig, base: RunConfig) -> dict:
     """The paths in which two runs differ, apart from the name, with the new values."""
     before, after = flat(base), flat(run)
-    return {
-        path: after[path] for path in after if after[path] != before[path] and path != "experiment"
-    }
+    changed = {path for path in after if after[path] != before[path]}
+    return {path: after[path] for path in changed - {"experiment"}}
 
 
 @pytest.mark.parametrize("scale", SMALL)
@@ -76,9 +80,7 @@ def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_
 
 
 @pytest.mark.parametrize("scale", PRESETS)
-def test_no_two_names_are_one_run_unless_the_preset_cannot_tell_them_apart_and_runs_survive_json(
-    scale,
-):
+def test_two_names_are_one_run_only_where_a_preset_cannot_tell_them_apart(scale):
     own = {e.name: resolve(e.name, scale) for e in of(scale)}
     same = {name: first for name, first in own.items() if name != first}
     assert same == SAME.get(scale, same)
@@ -93,50 +95,32 @@ def test_no_two_names_are_one_run_unless_the_preset_cannot_tell_them_apart_and_r
 
 
 def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
-    assert [scale.base for scale in PRESETS.values()] == [
-        *["fixed_1"] * 3,
-        *["default"] * 3,
-        "softmax_1b",
-    ]
+    bases = [*["fixed_1"] * 3, *["default"] * 3, "softmax_1b"]
+    assert [scale.base for scale in PRESETS.values()] == bases
     for name, position in (("base", 1), ("k_bias", 1), ("default", None)):
         assert config(name, "laptop").data.fixed_position == position
-    for (
-        name,
-        with_it,
-    ) in DEFAULT.items():  # variants without a fixed token change the default and not the base
+    # variants without a fixed token change the default and not the base
+    for name, with_it in DEFAULT.items():
         assert config(name, "laptop").data.fixed_position is None
         assert config(name, "laptop").model == config(with_it, "laptop").model
         assert config(with_it, "laptop").data.fixed_position == 1
-    for data in (
-        config(e.name, "laptop").data for e in of("laptop")
-    ):  # which hides no redrawn token
+    # which hides no redrawn token
+    for data in (config(e.name, "laptop").data for e in of("laptop")):
         assert data.fixed_position not in data.random_positions
 
 
 def test_the_paper_preset_is_the_recipe_of_section_4():
     run = config("default", "paper")
     model, schedule = run.model, run.train
-    assert (model.hidden_size, model.num_layers, model.num_heads, model.intermediate_size) == (
-        768,
-        10,
-        8,
-        1536,
-    )
-    assert (model.context_length, model.vocab_size, model.position, model.ffn) == (
-        2048,
-        50_432,
-        "rotary",
-        "swiglu",
-    )
+    assert (model.hidden_size, model.num_layers) == (768, 10)
+    assert (model.num_heads, model.intermediate_size) == (8, 1536)
+    assert (model.context_length, model.vocab_size) == (2048, 50_432)
+    assert (model.position, model.ffn) == ("rotary", "swiglu")
     assert schedule.batch_size * model.context_length == 2**20  # 1M tokens
     rates = (schedule.steps, schedule.warmup_steps, schedule.learning_rate, schedule.weight_decay)
     assert rates == (20_000, 100, 4e-4, 0.1)
-    assert (schedule.beta1, schedule.beta2, schedule.clip_norm, schedule.lr_floor) == (
-        0.9,
-        0.95,
-        1.0,
-        0.1,
-    )
+    assert (schedule.beta1, schedule.beta2) == (0.9, 0.95)
+    assert (schedule.clip_norm, schedule.lr_floor) == (1.0, 0.1)
     assert (schedule.eval_sequences, schedule.eval_length) == (100, 64)
     assert (run.data.corpus, run.data.validation) == ("pile", "pile:Pile-CC")
     assert config("default_constant_lr", "paper").train.lr_floor == 1.0
@@ -171,16 +155,12 @@ def test_unknown_names_are_refused_with_what_there_is():
 
 
 def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(monkeypatch):
-    wrong = Experiment(
-        "wrong", "8", "a misspelt similarity", {"model.attention.similarity": "sigmod"}
-    )
+    changes = {"model.attention.similarity": "sigmod"}
+    wrong = Experiment("wrong", "8", "a misspelt similarity", changes)
     monkeypatch.setitem(EXPERIMENTS, "wrong", wrong)
     grid._all.cache_clear()
-    refuses(
-        "'wrong' is not available at preset 'minute': similarity must be one of",
-        unavailable,
-        "minute",
-    )
+    with refused("'wrong' is not available at preset 'minute': similarity must be one of"):
+        unavailable("minute")
     grid._all.cache_clear()
 
 
@@ -201,10 +181,8 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
         ("sft_sigmoid_ultrachat", 1)
     ]
     assert missing("laptop", tmp_path, (1, 1), ("fixed_1",)) == [("fixed_1", 1)]
-    assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == [
-        ("random_1_depth_6", 0),
-        ("random_1_depth_6", 1),
-    ]
+    two = [("random_1_depth_6", 0), ("random_1_depth_6", 1)]
+    assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == two
 
 
 @pytest.mark.parametrize("scale", PRESETS)
@@ -223,23 +201,18 @@ def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experime
     rows = pd.read_csv(PAPER / "items.csv")
     assert set(REPORTED.item) == set(rows.item) and not REPORTED.duplicated(["item", "row"]).any()
     named = set(REPORTED.experiment) - {"base"}
-    assert named == {
-        e.name for e in EXPERIMENTS.values() if e.section != "8"
-    }  # of later papers: after_paper.csv
+    # of later papers: after_paper.csv
+    assert named == {e.name for e in EXPERIMENTS.values() if e.section != "8"}
 
 
 def test_an_experiment_has_the_same_numbers_wherever_the_paper_repeats_it():
     """Those of the default run, 18.18 and 3.73, always both; cells that are lost in the text stay empty."""
     numbers = REPORTED.filter(regex="sink_|valid_")
     rows = [dict(row.dropna()) for _, row in numbers.iterrows()]
-    default = [
-        row
-        for row, name in zip(rows, REPORTED.experiment, strict=True)
-        if name in ("base", "default")
-    ]
-    assert len(default) >= 18 and all(
-        row == {"sink_1": 18.18, "valid_loss": 3.73} for row in default
-    )
+    named = zip(rows, REPORTED.experiment, strict=True)
+    default = [row for row, name in named if name in ("base", "default")]
+    assert len(default) >= 18
+    assert all(row == {"sink_1": 18.18, "valid_loss": 3.73} for row in default)
     for row, name in zip(rows, REPORTED.experiment, strict=True):
         reported = experiment("default" if name == "base" else name).paper
         assert row.items() <= reported.items(), (name, row, reported)

@@ -45,13 +45,11 @@ def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
     assert result.path == MEASURED[name]
     report = measure(build(name), tokens(24), families.TARGETS)
     assert report.alpha.std() > 0.005  # otherwise the comparison would say nothing
-    if name in (
-        "jamba",
-        "qwen3_next",
-    ):  # the true index of the attention layer; norms are of every block
-        assert (
-            report.layers == (1,) and report.alpha.shape[2] == 1 and len(report.hidden_norms) == 2
-        )
+    # the true index of the attention layer; norms are of every block
+    if name in ("jamba", "qwen3_next"):
+        assert report.layers == (1,)
+        assert report.alpha.shape[2] == 1
+        assert len(report.hidden_norms) == 2
 
 
 @pytest.mark.parametrize("family", REASONS)
@@ -68,15 +66,11 @@ def test_a_learned_sink_is_star_on_every_path_and_in_every_layer(family):
     with families.attention(model, "dense"):
         model(ids, use_cache=False)
     kept = [layer.sum(dim=-1, keepdim=True) for layer in dense.maps]  # rows sum to less than one
-    expected = {
-        "alpha": alpha_by_definition(dense.maps, (1, 2)),
-        "star": torch.stack([1 - rest.mean(dim=(-1, -2)) for rest in kept], 1),
-    }
+    expected = {"alpha": alpha_by_definition(dense.maps, (1, 2))}
+    expected["star"] = torch.stack([1 - rest.mean(dim=(-1, -2)) for rest in kept], 1)
     assert expected["star"].max() > 0.05
-    has_sink = [
-        getattr(module, "sinks", None) is not None
-        for module in rules.attention_layers(model.base_model)[1]
-    ]
+    modules = rules.attention_layers(model.base_model)[1]
+    has_sink = [getattr(module, "sinks", None) is not None for module in modules]
     for exact in (False, True):
         report = measure(model, ids, (1, 2), exact=exact)
         assert report.path == ("exact" if exact else "fused")

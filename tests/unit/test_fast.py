@@ -1,4 +1,4 @@
-"""The fast forms against the dense reference: values, gradients, and which form is trusted when."""
+"""The fast forms against the dense reference: values, gradients, and which form serves where."""
 
 import itertools
 import math
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, draw, name_of, refuses, spoil
+from helpers import draw, name_of, refuses
 from torch import Tensor
-from torch.nn.attention import flex_attention
+from torch.testing import assert_close
 
 from sinkutils.model import fast, flash
-from sinkutils.model.attention import LOGARITHMS, SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 
 OPERATIONS = [
     {},
@@ -44,23 +44,6 @@ SPECS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
-    traced = torch.compile(
-        flex_attention.flex_attention,
-        fullgraph=True,
-        dynamic=False,
-        recompile_limit=64,
-        backend="eager",
-    )
-    monkeypatch.setattr(flash, "flex_attention", traced)
-    monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
-    monkeypatch.setattr(
-        flex_attention, "_validate_device", lambda *tensors: None
-    )  # which refuses gradients there
-
-
 def assert_same_as_dense(
     spec: AttentionSpec,
     inputs: list[Tensor],
@@ -74,21 +57,15 @@ def assert_same_as_dense(
         "fast": quick(*inputs[:3], spec, **extras),
         "dense": attend(*inputs[:3], spec, **extras)[0],
     }
-    direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(
-        out["dense"]
-    )
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(out["dense"].shape, generator=generator).to(out["dense"])
     gradients = [torch.autograd.grad(x, leaves, direction, allow_unused=True) for x in out.values()]
-    torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
+    assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
     for leaf, got, expected in zip(leaves, *gradients, strict=True):
-        zero = torch.zeros_like(
-            leaf
-        )  # an input that one form does not touch has no gradient, or zeros
-        torch.testing.assert_close(
-            zero if got is None else got,
-            zero if expected is None else expected,
-            rtol=atol,
-            atol=atol,
-        )
+        # an input that one form does not touch has no gradient, or zeros
+        zero = torch.zeros_like(leaf)
+        got, expected = (zero if x is None else x for x in (got, expected))
+        assert_close(got, expected, rtol=atol, atol=atol)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
@@ -97,45 +74,24 @@ def test_a_form_equals_the_reference(spec):
         assert_same_as_dense(spec, *draw(spec, length, position), 1e-10)
 
 
-FLEX = zip(
-    [o for o in OPERATIONS
-     if o.get("similarity", "exp") in LOGARITHMS and o.get("normalizer", "sum") in ("sum", "none")],
-    itertools.cycle([{"bias": "kv"}, {"bias": "k"}, {"bias": "v"}]),
-    strict=False,
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("operation", "bias"), FLEX, ids=str)
-def test_flex_attention_over_the_logarithm_equals_the_reference(operation, bias, flex_form):
-    spec = AttentionSpec(**operation, **bias)
-    assert_same_as_dense(spec, *draw(spec, 13), 1e-10)
-
-
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
 def test_lower_precision_stays_near_the_reference(spec):
     inputs, extras = draw(spec, 33, dtype=torch.float32)
-    assert_same_as_dense(
-        spec, inputs, extras, 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5
-    )
+    atol = 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5
+    assert_same_as_dense(spec, inputs, extras, atol)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         half = [x.bfloat16() for x in inputs[:3]]
         given = {k: x.bfloat16() if isinstance(x, Tensor) else x for k, x in extras.items()}
         out = fast.attention_output(*half, spec, **given)
     expected = attend(*(x.float() for x in half), spec, **extras)[0]
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max())
-    )
+    assert_close(out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
 
 
 def test_minus_infinity_in_the_position_term_gives_zero_rows():
     g = torch.full((1, 20), -math.inf, dtype=torch.float64)
-    for spec in (
-        AttentionSpec(),
-        AttentionSpec(normalizer="p_norm", p=0.5),
-        AttentionSpec(similarity="sigmoid"),
-    ):
+    specs = {}, {"normalizer": "p_norm", "p": 0.5}, {"similarity": "sigmoid"}
+    for spec in [AttentionSpec(**fields) for fields in specs]:
         (q, k, v), _ = draw(spec, 20)
         out = fast.attention_output(q, k, v, spec, distance_bias=g)
         assert (out == 0).all()
@@ -143,19 +99,15 @@ def test_minus_infinity_in_the_position_term_gives_zero_rows():
 
 
 def test_large_logits_neither_overflow_nor_differ():
-    for fields in (
-        {},
-        {"window": 7},
-        {"normalizer": "p_norm", "p": 2.0},
-        {"similarity": "softpick"},
-    ):
+    normalised = {"normalizer": "p_norm", "p": 2.0}, {"similarity": "softpick"}
+    for fields in ({}, {"window": 7}, *normalised):
         spec = AttentionSpec(**fields)
         (q, k, v), _ = draw(spec, 20)
         with torch.no_grad():
             q *= 1000
         out, dense = fast.attention_output(q, k, v, spec), attend(q, k, v, spec)[0]
         assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))))
-        torch.testing.assert_close(out, dense, rtol=0, atol=1e-10)
+        assert_close(out, dense, rtol=0, atol=1e-10)
 
 
 def test_neighbouring_distances_differ_in_bfloat16():
@@ -163,70 +115,22 @@ def test_neighbouring_distances_differ_in_bfloat16():
         spec = AttentionSpec(**fields)
         q = torch.zeros(1, 2, length, 8, dtype=torch.bfloat16)
         v = torch.zeros_like(q)
-        v[:, :, :2, 0] = torch.tensor(
-            [1.0, -1.0]
-        )  # the last query sees the difference of its two farthest keys
+        # the last query sees the difference of its two farthest keys
+        v[:, :, :2, 0] = torch.tensor([1.0, -1.0])
         g = torch.arange(length).float()[None]
-        share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * g[0]).sum() ** (
-            1 / spec.p
-        )
+        total = torch.exp(-spec.p * g[0]).sum() ** (1 / spec.p)
+        share = torch.exp(torch.tensor([0.0, -1.0])) / total
         with torch.autocast("cpu", torch.bfloat16):
-            out = (
-                fast.attention_output(q, q, v, spec, distance_bias=g),
-                attend(q, q, v, spec, distance_bias=g)[0],
-            )
+            quick = fast.attention_output(q, q, v, spec, distance_bias=g)
+            out = (quick, attend(q, q, v, spec, distance_bias=g)[0])
         for x in out:
             assert float(x[0, 0, -1, 0]) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
 
 
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel was compared yet, and what is found here stays here."""
-    monkeypatch.setattr(flash, "TRUST", {})
-
-
-SPOILT = [
-    *(("fused", "in row 3", *of) for of in itertools.product(
-        ("causal", "window", "mask"), (torch.float32, torch.float64, torch.bfloat16))),
-    *(("fused", "beyond key 512", kind, torch.float32) for kind in ("causal", "mask")),
-    ("flex", "in base 2", "causal", torch.float32),
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("kernel", "where", "kind", "dtype"), SPOILT, ids=str)
-def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(
-    kernel, where, kind, dtype, untried, monkeypatch
-):
-    assert flash.trusted(kernel, kind, CPU, dtype, 16)
-    spoil(monkeypatch, kernel, where)
-    flash.TRUST.clear()
-    with pytest.warns(UserWarning, match=f"{kernel} kernel .*{kind} attention.* other row sums"):
-        assert not flash.trusted(kernel, kind, CPU, dtype, 16)
-
-
-def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
-    def asks(x: Tensor) -> Tensor:
-        return x + 1 if flash.trusted("fused", "window", x.device, x.dtype, x.shape[-1]) else x - 1
-
-    x = torch.zeros(3, 16)
-    for kind, expected in (
-        (None, -1),
-        ("causal", -1),
-        ("window", 1),
-    ):  # the second is another kind of mask
-        if kind:
-            flash.TRUST["fused", kind, x.device, x.dtype, 16] = True
-        torch.compiler.reset()
-        assert (torch.compile(asks, fullgraph=True, backend="eager")(x) == expected).all()
-
-
 def test_which_kernel_serves_where():
     half, single, double = torch.bfloat16, torch.float32, torch.float64
-    plain, efficient = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-    )
+    plain = "_scaled_dot_product_flash_attention"
+    efficient = "_scaled_dot_product_efficient_attention"
     for asked, expected in (
         (("cuda", half, 64, False), plain),
         (("cuda", half, 64, True), efficient),  # a mask is no reason for the slow path
@@ -240,6 +144,9 @@ def test_which_kernel_serves_where():
         refuses("no fused kernel", flash.kernel_for, *asked, kind=RuntimeError)
 
 
+UNNORMALISED = {"similarity": "linear", "normalizer": "none"}
+
+
 @pytest.mark.parametrize(
     ("form", "fields", "device", "dtype", "length", "term"),
     [
@@ -250,43 +157,20 @@ def test_which_kernel_serves_where():
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
         ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
-        (
-            "dense",
-            {"similarity": "linear", "normalizer": "none"},
-            "cuda",
-            torch.float32,
-            4096,
-            False,
-        ),
+        ("dense", UNNORMALISED, "cuda", torch.float32, 4096, False),
         ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
         ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {"similarity": "elu", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("dense", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"similarity": "sigmoid", "prefix": 5}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"similarity": "sigmoid"}, "cuda", torch.float32, 4096, True),
         ("dense", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"window": 512}, "cuda", torch.float64, 4096, False),
     ],
 )
-def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
-    compared: list[tuple[str, str]] = []
-    otherwise = form.replace("flex", "dense")
-    for triton, right, expected in (
-        (True, True, form),
-        (True, False, otherwise),
-        (False, True, otherwise),
-    ):
-        monkeypatch.setattr(
-            flash, "trusted", lambda *of, right=right: compared.append(of[:2]) or right
-        )
-        monkeypatch.setattr(flash, "HAS_TRITON", triton)
-        chosen = fast.choose_form(
-            AttentionSpec(**fields), torch.device(device), dtype, length, 64, term
-        )
-        assert chosen == expected
-    # Only where it fits, and where Triton compiles it.
-    assert compared == ([("flex", "causal")] * 2 if form == "flex" else [])
+def test_which_form_serves_where(form, fields, device, dtype, length, term):
+    spec = AttentionSpec(**fields)
+    assert fast.choose_form(spec, torch.device(device), dtype, length, term) == form
 
 
 @pytest.mark.slow
@@ -320,25 +204,20 @@ def test_cuda_equals_the_reference(operation, no_gpu):
     for (dtype, changes), position in itertools.product(settings, ("none", "heads")):
         spec = AttentionSpec(**operation, **changes)
         leaves, given = draw(spec, 333, position, dtype, shape=(2, 2, 64))
-        inputs, wide = (
-            [x.detach().to("cuda", t).requires_grad_() for x in leaves[:3]]
-            for t in (dtype, torch.float32)
-        )
+        detached = [x.detach() for x in leaves[:3]]
+        inputs = [x.to("cuda", dtype).requires_grad_() for x in detached]
+        wide = [x.to("cuda", torch.float32).requires_grad_() for x in detached]
         out = fast.attention_output(*inputs, spec, **there(given, "cuda"))
         expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
         gradients = (
             torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide))
         )
         by_row = [(out.detach(), expected.detach())]
-        whole = [
-            (x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)
-        ]  # some rows of them are near zero
+        # some rows of them are near zero
+        whole = [(x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)]
         if spec.signed and dtype == torch.bfloat16:
             continue  # signed sums cancel: 8 bits of each logit leave none of a small sum
         for got, want in by_row + whole:
             errors = (got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
-            assert errors.max() < (5e-3 if dtype == torch.float32 else 0.1), (
-                spec,
-                position,
-                float(errors.max()),
-            )
+            limit = 5e-3 if dtype == torch.float32 else 0.1
+            assert errors.max() < limit, (spec, position, float(errors.max()))

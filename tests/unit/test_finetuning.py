@@ -1,7 +1,7 @@
 """Fine-tuning: pairs made of sources and chats, loss on answers only, and a run that is recorded like any other."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from functools import lru_cache
 from unittest.mock import Mock
 
@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, interrupted, made_up, refuses
+from helpers import CPU, interrupted, made_up, refused, refuses
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -26,12 +26,12 @@ from sinkutils.data.instructions import (
 )
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.grid import config, keeps_weights, plan
-from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
-from sinkutils.training.sweep import _next
+from sinkutils.training.sweep import _needs_another
 
 SOURCE = '''"""A module about nothing."""
 
@@ -73,10 +73,8 @@ def chats(text_folder, tmp_path_factory):
     rng = np.random.default_rng(0)
     words = (text_folder / "000.txt").read_text().split()
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    rows = [
-        {"prompt_id": str(n), "messages": chat(*(" ".join(rng.choice(words, 6)) for _ in "qa"))}
-        for n in range(120)
-    ]
+    messages = [chat(*(" ".join(rng.choice(words, 6)) for _ in "qa")) for _ in range(120)]
+    rows = [{"prompt_id": str(n), "messages": pair} for n, pair in enumerate(messages)]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
@@ -93,52 +91,38 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
     assert ids[0] == layout.first[0] and ids[-1] == layout.eos_id and len(ids) == len(targets)
     kept = [token for token, target in zip(ids, targets, strict=True) if target != IGNORED]
     assert kept == [target for target in targets if target != IGNORED]
-    assert (
-        layout.tokenizer.decode(kept[:-1]) == " attention shows where" and kept[-1] == layout.eos_id
-    )
+    assert layout.tokenizer.decode(kept[:-1]) == " attention shows where"
+    assert kept[-1] == layout.eos_id
     asked = [token for token, target in zip(ids[1:], targets[1:], strict=True) if target == IGNORED]
     assert layout.tokenizer.decode(asked) == "Q: the sink ?\nA:"
-    messages = [
-        {"role": "system", "content": "a"},
-        *chat("the sink", "attention"),
-        *chat("when", "the first"),
-    ]
-    ids, targets = encode_conversation(messages, dataclasses.replace(layout, context_length=200))
-    assert targets.count(layout.eos_id) == 2 and layout.tokenizer.decode(ids[1:4]).startswith(
-        "a\nQ"
-    )
+    messages = [{"role": "system", "content": "a"}]
+    messages += chat("the sink", "attention") + chat("when", "the first")
+    ids, targets = encode_conversation(messages, replace(layout, context_length=200))
+    assert targets.count(layout.eos_id) == 2
+    assert layout.tokenizer.decode(ids[1:4]).startswith("a\nQ")
     kept = [target for target in targets if target not in (IGNORED, layout.eos_id)]
     assert layout.tokenizer.decode(kept) == " attention the first"
     ids, targets = encode_conversation(chat("the sink", "attention " * 100), layout)  # cut
     assert len(ids) == len(targets) == layout.context_length + 1 and layout.eos_id not in targets
-    assert (
-        encode_conversation(chat("sink " * 100, "attention"), layout) is None
-    )  # no answer is within reach
+    # no answer is within reach
+    assert encode_conversation(chat("sink " * 100, "attention"), layout) is None
 
 
 def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(layout):
-    source = [
-        chat("the", "sink token head"),
-        chat("of", "sink token head"),
-        chat("in", "key"),
-        chat("to", "value"),
-    ]
+    source = [chat(question, "sink token head") for question in ("the", "of")]
+    source += [chat("in", "key"), chat("to", "value")]
     held_out, pairs = make_pairs(iter(source), layout, (1, 2), "made up")
     assert (len(held_out), len(pairs)) == (1, 2)
     rows = torch.cat([held_out.take(np.arange(1)), pairs.take(np.arange(2))])
     expected = [encode_conversation(source[index], layout) for index in (0, 2, 3)]
     for row, (ids, targets) in zip(rows, expected, strict=True):
-        assert row[0, : len(ids)].tolist() == ids and set(row[0, len(ids) :].tolist()) == {
-            layout.eos_id
-        }
-        assert row[1, : len(ids)].tolist() == targets and set(row[1, len(ids) :].tolist()) == {
-            IGNORED
-        }
+        assert row[0, : len(ids)].tolist() == ids
+        assert set(row[0, len(ids) :].tolist()) == {layout.eos_id}
+        assert row[1, : len(ids)].tolist() == targets
+        assert set(row[1, len(ids) :].tolist()) == {IGNORED}
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
     few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
-    with pytest.raises(
-        ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"
-    ):
+    with refused(r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"):
         make_pairs(iter(few), layout, (1, 3), "made up")
 
 
@@ -155,9 +139,7 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
 # ---- where conversations come from
 
 
-def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(
-    chats, tmp_path, monkeypatch
-):
+def test_a_local_file_gives_the_chats_of_a_hub_data_set_like_it(chats, tmp_path, monkeypatch):
     local = list(conversations(f"path:{chats}"))
     assert len(local) == 120 and [message["role"] for message in local[0]] == ["user", "assistant"]
     (tmp_path / "data").mkdir()
@@ -175,24 +157,16 @@ def test_unknown_or_absent_conversations_say_so(monkeypatch, tmp_path):
         list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
     unreachable = Mock(side_effect=datasets.exceptions.DatasetNotFoundError("could not\nbe found"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    refuses(
-        "'HuggingFaceH4/ultrachat_200k' could not be read",
-        next,
-        conversations("ultrachat"),
-        kind=ConnectionError,
-    )
+    with refused("'HuggingFaceH4/ultrachat_200k' could not be read", ConnectionError):
+        next(conversations("ultrachat"))
     assert unreachable.call_args.args[0] == "HuggingFaceH4/ultrachat_200k"
     assert unreachable.call_args.kwargs == {"split": "train_sft", "streaming": True}
 
 
 def test_rows_that_are_no_chats_are_shown(tmp_path):
     path = tmp_path / "odd.jsonl"
-    for messages in (
-        "hello",
-        [],
-        [{"role": "robot", "content": "x"}],
-        [{"role": "user", "content": None}],
-    ):
+    odd = [{"role": "robot", "content": "x"}], [{"role": "user", "content": None}]
+    for messages in ("hello", [], *odd):
         path.write_text(json.dumps({"messages": messages}) + "\n")
         refuses(r"expected \"messages\".*got .*messages", list, conversations(f"path:{path}"))
 
@@ -206,11 +180,8 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
     run = config(name, preset, 1)
     start = config(run.start, preset, 1)
     assert run.train.learning_rate == pytest.approx(start.train.learning_rate / 20)
-    assert (
-        run.train.steps * run.train.batch_size
-        <= run.pairs
-        < (run.train.steps + 1) * run.train.batch_size
-    )
+    epochs = run.pairs / (run.train.steps * run.train.batch_size)
+    assert 1 <= epochs < 1 + 1 / run.train.steps
     assert (run.model, run.data, run.seed) == (start.model, start.data, 1)
     assert keeps_weights(start)
 
@@ -218,8 +189,8 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
 def test_starts_that_make_no_sense_are_refused():
     run = config("sft_softmax", "smoke")
     with pytest.raises(ValueError, match="a fixed token at position 2 cannot be fine-tuned"):
-        dataclasses.replace(run, data=dataclasses.replace(run.data, fixed_position=2))
-    refuses("pairs must be at least the batch size 8", dataclasses.replace, run, pairs=7)
+        replace(run, data=replace(run.data, fixed_position=2))
+    refuses("pairs must be at least the batch size 8", replace, run, pairs=7)
 
 
 def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
@@ -229,15 +200,12 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
         if isinstance(run, FinetuneConfig):
             assert order.index((run.start, run.seed)) < order.index((run.experiment, run.seed))
             before = config(run.start, "smoke", run.seed)
-            assert _next([run], [before]) is None, "its start is being trained"
-            assert _next([run, before], []) == before and _next([run], []) == run
-            other = dataclasses.replace(
-                run, experiment="other"
-            )  # which trains a start that is missing
-            assert (
-                _next([run], [other]) is None
-                and _next([run], [dataclasses.replace(other, seed=9)]) == run
-            )
+            assert _needs_another(run, [], [before]), "its start is being trained"
+            assert _needs_another(run, [run, before], []) and not _needs_another(run, [run], [])
+            # One that trains a start that is missing.
+            other = replace(run, experiment="other")
+            assert _needs_another(run, [], [other])
+            assert not _needs_another(run, [], [replace(other, seed=9)])
     assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
     assert not any("ultrachat" in name for name, _ in order), (
         "what needs the network is trained where it is named"
@@ -250,14 +218,12 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
 def shortened(run, steps=8, **changes):
     """A config with the training of a second or two."""
     settings = dict(steps=steps, eval_every=2, eval_sequences=2, valid_chunks=16) | changes
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, **settings))
+    return replace(run, train=replace(run.train, **settings))
 
 
 def small(name, chats, **changes):
     run = shortened(config(name, "smoke"), **changes)
-    return dataclasses.replace(
-        run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}"
-    )
+    return replace(run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}")
 
 
 @pytest.fixture(scope="module")
@@ -266,13 +232,8 @@ def started(corpus, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     for name in ("base", "sigmoid"):
         run = config(name, "smoke")
-        short = train(
-            shortened(run, steps=12),
-            runs / "short",
-            corpus=corpus,
-            keep_weights=True,
-            progress=False,
-        )
+        options = {"corpus": corpus, "keep_weights": True, "progress": False}
+        short = train(shortened(run, steps=12), runs / "short", **options)
         weights = {"weights": load_file(short.weights), "tokenizer": corpus.tokenizer}
         made_up(runs, run.experiment, kept=weights, **short.metrics)
     return runs
@@ -284,7 +245,7 @@ def state_of(run, runs, corpus) -> FinetuneRun:
 
 
 @pytest.mark.slow
-def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(
+def test_a_fine_tuning_starts_from_a_records_weights_and_tokenizer(
     started, chats, corpus, tmp_path
 ):
     state = state_of(small("sft_softmax", chats), started, corpus)
@@ -298,16 +259,14 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(
     clipped.advance(clipped.loss)
     assert float(clipped.passed[0][1]) > 1e-3  # the norm before clipping
     held_out = state_of(small("sft_softmax", chats, valid_chunks=40), started, corpus)
-    with (
-        torch.no_grad()
-    ):  # a token of the last 8 conversations counts as much as one of the 32 before
+    # a token of the last 8 conversations counts as much as one of the 32 before
+    with torch.no_grad():
         loss = float(answer_loss(held_out.model, held_out.valid))
     assert held_out.valid_loss() == pytest.approx(loss, rel=1e-6)
     assert (len(held_out.chunks), len(held_out.valid)) == (held_out.config.pairs, 40)
     for index in range(40):
-        (tmp_path / f"{index}.txt").write_text(
-            f"quite other text {index}, of other words altogether, " * 20
-        )
+        words = f"quite other text {index}, of other words altogether, "
+        (tmp_path / f"{index}.txt").write_text(words * 20)
     other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache")
     state = state_of(small("sft_softmax", chats), started, other)
     assert state.tokenizer.to_str() == corpus.tokenizer.to_str() != other.tokenizer.to_str()
@@ -325,17 +284,13 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
         assert len(steps) == 8 and min(steps) > 0
     assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
     assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
-    assert (
-        Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str()
-        == corpus.tokenizer.to_str()
-    )
+    tokenizer = Tokenizer.from_file(str(record.folder / "tokenizer.json"))
+    assert tokenizer.to_str() == corpus.tokenizer.to_str()
     assert train(run, started, corpus=corpus, keep_weights=True, progress=False) == record
 
 
 @pytest.mark.slow
-def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
-    started, chats, corpus, tmp_path
-):
+def test_two_fine_tunings_and_a_broken_one_that_goes_on_are_equal(started, chats, corpus, tmp_path):
     run, outcomes = small("sft_softmax", chats), []
     for number in range(3):
         copy = tmp_path / str(number)
@@ -344,19 +299,14 @@ def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
         if number == 2:
             with interrupted(5), pytest.raises(KeyboardInterrupt):
                 train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
-        outcomes.append(
-            (train(run, copy, corpus=corpus, progress=False).folder / "metrics.json").read_bytes()
-        )
+        folder = train(run, copy, corpus=corpus, progress=False).folder
+        outcomes.append((folder / "metrics.json").read_bytes())
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 @pytest.mark.slow
-def test_a_missing_start_is_trained_first_and_a_failed_one_is_refused(
-    tmp_path, chats, corpus, monkeypatch
-):
-    quick = dataclasses.replace(
-        PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train
-    )
+def test_a_missing_start_is_trained_and_a_failed_one_refused(tmp_path, chats, corpus, monkeypatch):
+    quick = replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
     monkeypatch.setitem(PRESETS, "smoke", quick)
     for name in ("_all", "_named", "resolve"):  # with caches of their own
         monkeypatch.setattr(grid, name, lru_cache(getattr(grid, name).__wrapped__))
@@ -364,12 +314,9 @@ def test_a_missing_start_is_trained_first_and_a_failed_one_is_refused(
     made_up(tmp_path, "sigmoid")
     record = train(run, tmp_path, corpus=corpus, progress=False)
     trained = Runs(tmp_path).of(start, corpus.identity).record()
-    assert record.status == "done" and trained is not None, (
-        "on this text, which the study's record is not of"
-    )
+    assert record.status == "done"
+    assert trained is not None, "on this text, which the study's record is not of"
     assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
     made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
-    with pytest.raises(
-        ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"
-    ):
+    with refused(r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
         train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)

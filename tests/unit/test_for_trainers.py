@@ -18,12 +18,8 @@ from sinkutils.paths import ROOT
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 PAGES = ("README.md", "docs/measuring.md", "docs/all_on_the_first_token.md")
 README, *DOCS = ((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 64}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def small() -> tf.LlamaForCausalLM:
@@ -36,16 +32,10 @@ def trained(tmp_path, *callbacks, steps=4):
     """The log of a short training, and the weights that it ends with."""
     model = small()
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(3, 51).view(4, 12)]
-    quiet = {
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-    }
-    options = tf.TrainingArguments(
-        str(tmp_path), max_steps=steps, per_device_train_batch_size=2, seed=0, **quiet
-    )
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    quiet |= {"save_strategy": "no", "logging_steps": 1}
+    sizes = {"max_steps": steps, "per_device_train_batch_size": 2, "seed": 0}
+    options = tf.TrainingArguments(str(tmp_path), **sizes, **quiet)
     trainer = tf.Trainer(model, options, train_dataset=rows, callbacks=list(callbacks))
     trainer.train()
     return trainer.state.log_history, model.state_dict()
@@ -56,13 +46,11 @@ def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
     watched, same = trained(tmp_path, su.SinkCallback(IDS, every=3))
     measured = [row for row in watched if "sink/sink_1" in row]
     assert [row["step"] for row in measured] == [0, 3, 4]  # at both ends, too
-    assert {"sink/block_1", "sink/later_blocks", "sink/element", "sink/value_ratio"} <= set(
-        measured[0]
-    )
+    names = {"sink/block_1", "sink/later_blocks", "sink/element", "sink/value_ratio"}
+    assert names <= set(measured[0])
     losses = [[row["loss"] for row in log if "loss" in row] for log in (plain, watched)]
-    assert losses[0] == losses[1] and all(
-        torch.equal(weights[name], same[name]) for name in weights
-    )
+    assert losses[0] == losses[1]
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
 def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, caplog):
@@ -70,17 +58,15 @@ def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, capl
         log, _ = trained(tmp_path, su.SinkCallback(IDS + 1000, every=2))
     assert caplog.text.count("the sink was not measured at step 0: ids must be in") == 1
     assert len(caplog.records) == 1
-    assert len([row for row in log if "loss" in row]) == 4 and not any(
-        "sink/sink_1" in row for row in log
-    )
+    assert len([row for row in log if "loss" in row]) == 4
+    assert not any("sink/sink_1" in row for row in log)
     refuses(r"shape \(samples, T\)", su.SinkCallback, IDS[0])
 
 
 def test_a_comparison_is_paired_over_the_texts():
     first, second = (su.measure(build(name), IDS, targets=(1, 2)) for name in ("llama", "qwen2"))
-    difference = (
-        (second.alpha - first.alpha)[:, 0].double().mean(dim=-1).numpy()
-    )  # (samples, layers)
+    # (samples, layers)
+    difference = (second.alpha - first.alpha)[:, 0].double().mean(dim=-1).numpy()
     table = su.compare(first, second)
     assert table["mean"].to_numpy() == pytest.approx(difference.mean(axis=0))
     for block, row in enumerate(table.itertuples()):
@@ -96,9 +82,8 @@ def test_reports_that_are_not_of_the_same_texts_are_not_compared():
     refuses("12 tokens and", su.compare, report, su.measure(model, IDS[:, :10]))
     with pytest.warns(UserWarning, match="different token ids: nothing is paired"):
         table = su.compare(report, su.measure(model, IDS.flip(1)), by="model")
-    before, after = (
-        su.measure(model, ids).alpha.double().mean(dim=(1, 2, 3)) for ids in (IDS, IDS.flip(1))
-    )
+    alphas = [su.measure(model, ids).alpha.double() for ids in (IDS, IDS.flip(1))]
+    before, after = (alpha.mean(dim=(1, 2, 3)) for alpha in alphas)
     low, high = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
     assert (table.low.item(), table.high.item()) == pytest.approx((low, high))
     refuses("first must be of type Report, got LlamaForCausalLM", su.compare, model, model)
@@ -112,16 +97,9 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     config = tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES)
-    known, load = (
-        {
-            "su": su,
-            "pd": pd,
-            "torch": torch,
-            "model": tf.LlamaForCausalLM(config),
-            "tokenizer": tokenizer,
-        },
-        su.load_lm,
-    )
+    known = {"su": su, "pd": pd, "torch": torch, "tokenizer": tokenizer}
+    known["model"] = tf.LlamaForCausalLM(config)
+    load = su.load_lm
     for step in (500, 1000, 1500):
         for part in ("model", "tokenizer"):
             known[part].save_pretrained(f"run/checkpoint-{step}")
@@ -131,7 +109,5 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     )
     for code in re.findall(r"```python\n(.*?)```", README + "".join(DOCS), flags=re.DOTALL):
         exec(code, known)
-    assert (
-        known["table"].index.tolist() == [500, 1000, 1500]
-        and known["table"].later_blocks.nunique() == 1
-    )
+    assert known["table"].index.tolist() == [500, 1000, 1500]
+    assert known["table"].later_blocks.nunique() == 1

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import alpha_by_definition, refuses
+from helpers import alpha_by_definition, refused, refuses
 from small_models import build, eager_alpha, state_of, tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from sinkutils.measuring import masks, surgery
+from sinkutils.measuring import surgery
 from sinkutils.measuring.families import repeat_heads
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
@@ -81,7 +82,7 @@ def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
         logits = model(ids, use_cache=False).logits
         expected = alpha_by_definition(function.maps, TARGETS)
         report = measure(model, ids, TARGETS)
-        torch.testing.assert_close(report.alpha, expected, **close)
+        assert_close(report.alpha, expected, **close)
         assert report.path == "registered: mine" and model.config._attn_implementation == "mine"
         assert torch.equal(model(ids, use_cache=False).logits, logits)
     refuses("surgery works on eager and sdpa only", surgery.untouched, model, ids)
@@ -89,9 +90,7 @@ def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
 
 @pytest.mark.parametrize("returns", ["nothing", "others"])
 def test_one_that_does_not_show_its_weights_is_refused_by_name(returns):
-    with pytest.raises(
-        ValueError, match="attention 'mine' is none of transformers': it must return its weights"
-    ):
+    with refused("attention 'mine' is none of transformers': it must return its weights"):
         measure(registered(Registered(returns)), tokens())
 
 
@@ -103,7 +102,7 @@ def test_sdpa_that_somebody_replaced_is_no_longer_sdpa(monkeypatch):
     with torch.no_grad():
         model(ids, use_cache=False, attention_mask=torch.ones_like(ids))
     expected = alpha_by_definition(function.maps, TARGETS)
-    torch.testing.assert_close(measure(model, ids, TARGETS).alpha, expected, **close)
+    assert_close(measure(model, ids, TARGETS).alpha, expected, **close)
 
 
 class Derived(LlamaAttention):
@@ -119,8 +118,8 @@ def test_a_derived_attention_class_is_measured_by_its_bases_function(exact):
     kind = type("Remote", (LlamaAttention,), {"__module__": "modeling_of_somebody"})
     for layer, cls in zip(attentions(model), (Derived, kind), strict=True):
         layer.__class__ = cls
-    torch.testing.assert_close(measure(model, ids, TARGETS, exact=exact).alpha, expected, **close)
-    torch.testing.assert_close(surgery.untouched(model, ids).report.alpha, expected[:, :2], **close)
+    assert_close(measure(model, ids, TARGETS, exact=exact).alpha, expected, **close)
+    assert_close(surgery.untouched(model, ids).report.alpha, expected[:, :2], **close)
 
 
 class Side(nn.Module):
@@ -150,14 +149,12 @@ def test_a_submodules_config_may_be_anything(config):
 
 @pytest.mark.parametrize("texts", ["words", "one word repeated"])
 @pytest.mark.parametrize("layers", [(0, 1), (1,)])
-def test_attention_that_a_flag_makes_bidirectional_is_refused_and_measured_where_eager_ignores_it(
-    layers, texts
-):
+def test_attention_made_bidirectional_is_refused_unless_eager_ignores_the_flag(layers, texts):
     model, ids = build("llama"), tokens() if texts == "words" else torch.full((3, T), 7)
     right = measure(model, ids).alpha
     for layer in layers:
         attentions(model)[layer].is_causal = False
-    torch.testing.assert_close(measure(model, ids).alpha, right, **close)  # eager
+    assert_close(measure(model, ids).alpha, right, **close)  # eager
     model.set_attn_implementation("sdpa")
     for operate in (measure, surgery.untouched):
         refuses(r"sees later tokens; .*set_attn_implementation\('eager'\)", operate, model, ids)
@@ -165,12 +162,9 @@ def test_attention_that_a_flag_makes_bidirectional_is_refused_and_measured_where
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["one token first", "one token last"])
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])
-def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_row_stands_first(
-    family, order
-):
-    flag = (
-        {"use_bidirectional_attention": True} if family == "gemma3_text" else {"is_causal": False}
-    )
+def test_a_bidirectional_configuration_is_refused_whichever_row_stands_first(family, order):
+    name = "use_bidirectional_attention" if family == "gemma3_text" else "is_causal"
+    flag = {name: family == "gemma3_text"}
     model, ids = build(family, **flag), tokens()
     mask = torch.ones_like(ids)
     mask[0, 1:] = 0
@@ -180,9 +174,8 @@ def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_r
 def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
     model, ids = build("llama"), tokens()
     model.set_attn_implementation("sdpa")
-    monkeypatch.setattr(
-        sys.modules[LlamaAttention.__module__], "eager_attention_forward", Registered()
-    )
+    module = sys.modules[LlamaAttention.__module__]
+    monkeypatch.setattr(module, "eager_attention_forward", Registered())
     refuses("computes something else by its attention 'sdpa'", measure, model, ids)
 
 
@@ -196,19 +189,15 @@ def test_a_scale_of_activations_per_text_is_no_reason_to_refuse(family):
             return ((args[0] / step).round() * step, *args[1:])
 
         layer.register_forward_pre_hook(coarse)
-    torch.testing.assert_close(
-        measure(model, ids, TARGETS).alpha, eager_alpha(model, ids, TARGETS), **close
-    )
+    assert_close(measure(model, ids, TARGETS).alpha, eager_alpha(model, ids, TARGETS), **close)
 
 
 def test_a_hook_sees_the_check_which_can_be_turned_off():
     model, ids, seen = build("llama"), tokens(), []
-    model.model.layers[0].register_forward_hook(
-        lambda _, args, __: seen.append(tuple(args[0].shape[:2]))
-    )
+    model.model.layers[0].register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
     measure(model, ids)
     measure(model, ids, check=False)
-    assert seen == [(1, 16), (3, T), (3, T)]
+    assert [tuple(shape[:2]) for shape in seen] == [(1, 16), (3, T), (3, T)]
 
 
 def test_a_prefix_model_says_that_it_is_measured_as_a_causal_one():
@@ -260,9 +249,8 @@ class TinyLM(tf.PreTrainedModel):
     def __init__(self, config, shows: bool = True) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, 16)
-        self.blocks = nn.ModuleList(
-            [nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)]
-        )
+        attentions = [{"SelfAttention": TinyAttention(shows)} for _ in range(2)]
+        self.blocks = nn.ModuleList(map(nn.ModuleDict, attentions))
         for block in self.blocks:
             block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
         self.post_init()
@@ -282,9 +270,8 @@ class TinyAttention(nn.Module):
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
         logits = 9 * q @ k.mT
-        self.maps = logits.masked_fill(
-            torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf
-        ).softmax(dim=-1)
+        later = torch.ones(logits.shape[-2:]).triu(1).bool()
+        self.maps = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
         out = (self.maps @ v).transpose(1, 2).flatten(2)
         return (out, self.maps) if self.shows else (out,)
 
@@ -294,12 +281,9 @@ def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_we
     model, ids = TinyLM(config).eval(), tokens()
     report = measure(model, ids, TARGETS)
     maps = [module.maps for module in model.modules() if isinstance(module, TinyAttention)]
-    torch.testing.assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
+    assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
     refuses("AttentionInterface, or weights", measure, TinyLM(config, shows=False).eval(), ids)
-    with pytest.raises(
-        ValueError,
-        match=r"out of any wrapper; got TinyAttention: what is read are .* AttentionInterf",
-    ):
+    with refused(r"out of any wrapper; got TinyAttention: what is read are .* AttentionInterf"):
         measure(TinyAttention(True), ids)
 
 
@@ -320,7 +304,7 @@ def test_an_offloaded_model_and_one_spread_over_places_are_measured(family, way,
     right = measure(model, ids).alpha
     where = {} if way == "cpu_offload" else {"offload_dir": tmp_path}
     spread = getattr(accelerate, way)(model, **WAYS[way], **where)
-    torch.testing.assert_close(measure(spread, ids).alpha, right, **close)
+    assert_close(measure(spread, ids).alpha, right, **close)
 
 
 @pytest.mark.slow
@@ -330,16 +314,15 @@ def test_a_model_that_fsdp_shards_is_measured_before_its_first_pass(tmp_path):
 
     model, ids = build("llama"), tokens()
     right = measure(model, ids).alpha
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         mesh = distributed.init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         for _ in range(2):
-            torch.testing.assert_close(measure(model, ids).alpha, right, **close)
+            assert_close(measure(model, ids).alpha, right, **close)
     finally:
         distributed.destroy_process_group()
 
@@ -410,9 +393,7 @@ def beside(work):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v32"])
-def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_on(
-    family, implementation
-):
+def test_another_thread_may_use_a_model_that_is_measured_or_operated_on(family, implementation):
     model, ids = build(family), tokens(2)
     model.set_attn_implementation(implementation)
     with torch.no_grad():
@@ -420,11 +401,8 @@ def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_
     report, before = measure(model, ids), state_of(model)
     operations = [measure, surgery.untouched]
     if family != "deepseek_v32":
-        operations += [
-            surgery.hide,
-            lambda m, x: surgery.set_back(m, x, 0, 2),
-            lambda m, x: surgery.stream(m, x, 4),
-        ]
+        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2)]
+        operations.append(lambda m, x: surgery.stream(m, x, 4))
     serve, look = (lambda: model(ids, use_cache=False).logits), (lambda: measure(model, ids).alpha)
     with beside(serve) as logits, beside(look) as alphas:
         for operate in operations * 4:
@@ -434,8 +412,8 @@ def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_
         assert found and all(
             isinstance(one, Tensor) and torch.allclose(one, expected, atol=1e-5) for one in found
         )
-    torch.testing.assert_close(again.alpha, report.alpha)
-    torch.testing.assert_close(again.hidden_norms, report.hidden_norms)
+    assert_close(again.alpha, report.alpha)
+    assert_close(again.hidden_norms, report.hidden_norms)
     assert state_of(model) == before
 
 
@@ -453,7 +431,7 @@ def test_a_second_model_of_one_configuration_runs_within_a_hook_of_the_first(imp
         first.model.layers[0].register_forward_hook(
             lambda *_: seen.append(second(ids, use_cache=False).logits)
         )
-        torch.testing.assert_close(measure(first, ids).alpha, right, **close)
+        assert_close(measure(first, ids).alpha, right, **close)
     assert all(torch.allclose(one, logits, atol=1e-5) for one in seen) and seen
 
 
@@ -476,41 +454,33 @@ def test_products_that_are_rounded_are_no_reason_to_refuse(family):
     with Coarse():
         expected = eager_alpha(model, ids, TARGETS)
         model.set_attn_implementation("sdpa")
-        torch.testing.assert_close(measure(model, ids, TARGETS).alpha, expected, atol=5e-3, rtol=0)
+        assert_close(measure(model, ids, TARGETS).alpha, expected, atol=5e-3, rtol=0)
 
 
 def test_streams_side_by_side_have_norms_of_their_own_and_no_one_h_1():
     model, ids = build("qwen4_exp"), tokens(3, 9)
     seen: list = []
     block = model.model.layers[0]
-    block.register_forward_hook(
-        lambda _, __, out: seen.append(out if isinstance(out, Tensor) else out[0])
-    )
+    block.register_forward_hook(lambda _, __, out: seen.append(out))
     report = measure(model, ids)
+    out = seen[-1] if isinstance(seen[-1], Tensor) else seen[-1][0]
     width = model.config.get_text_config().hidden_size
-    streams = seen[-1].unflatten(-1, (-1, width))  # (B, T, S, d)
+    streams = out.unflatten(-1, (-1, width))  # (B, T, S, d)
     assert streams.shape[2] > 1 and report.first_elements.shape[1] == width
-    torch.testing.assert_close(report.hidden_norms[0], streams.norm(dim=-1).mean(dim=(0, 2)))
+    assert_close(report.hidden_norms[0], streams.norm(dim=-1).mean(dim=(0, 2)))
     refuses("residual streams", surgery.set_back, model, ids, 0, 2)
 
 
 def test_block_sparse_attention_is_refused_before_the_model_changes_itself():
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-    config = tf.BigBirdConfig(
-        vocab_size=96, **shape, is_decoder=True, attention_type="block_sparse", block_size=4
-    )
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape["intermediate_size"] = 64
+    sparse = {"is_decoder": True, "attention_type": "block_sparse", "block_size": 4}
+    config = tf.BigBirdConfig(vocab_size=96, **shape, **sparse)
     model = tf.BigBirdForCausalLM(config).eval()
     refuses(r"random blocks .*set_attention_type\('original_full'\)", measure, model, tokens())
     assert model.bert.attention_type == "block_sparse"
     model.base_model.set_attention_type("original_full")
-    torch.testing.assert_close(
-        measure(model, tokens()).alpha, eager_alpha(model, tokens(), (1,)), **close
-    )
+    assert_close(measure(model, tokens()).alpha, eager_alpha(model, tokens(), (1,)), **close)
 
 
 def test_attention_that_is_replaced_during_the_pass_is_refused():
@@ -528,8 +498,8 @@ def test_blocks_behind_an_early_exit_are_left_out_and_one_that_is_skipped_is_nam
     whole = measure(model, ids, TARGETS)
     model.config.num_hidden_layers = 2
     report = measure(model, ids, TARGETS)
-    torch.testing.assert_close(report.alpha, whole.alpha[:, :, :2], **close)
-    torch.testing.assert_close(report.hidden_norms, whole.hidden_norms[:2], **close)
+    assert_close(report.alpha, whole.alpha[:, :, :2], **close)
+    assert_close(report.hidden_norms, whole.hidden_norms[:2], **close)
     skipping = build("gpt2")
     skipping.transformer.forward = lambda input_ids, **_: skipping.transformer.h[1](
         skipping.transformer.wte(input_ids)
@@ -553,8 +523,8 @@ def test_blocks_may_take_and_return_hidden_states_in_any_form(form):
 
     model.forward = forward
     report = measure(model, ids)
-    torch.testing.assert_close(report.alpha, plain.alpha)
-    torch.testing.assert_close(report.hidden_norms, plain.hidden_norms)
+    assert_close(report.alpha, plain.alpha)
+    assert_close(report.hidden_norms, plain.hidden_norms)
     for block in model.blocks:
         block.forward = lambda states, inner=block["SelfAttention"]: {
             "out": [inner(states)[0][..., None, None]]
@@ -576,9 +546,8 @@ def test_what_is_not_finite_is_said_to_be_the_weights_or_the_activations():
         for name in ("up_proj", "down_proj"):
             getattr(model.model.layers[0].mlp, name).weight.mul_(5000)
     assert measure(model, tokens()).alpha.isfinite().all()
-    refuses(
-        "every weight is finite and activations overflow float16", measure, model.half(), tokens()
-    )
+    with refused("every weight is finite and activations overflow float16"):
+        measure(model.half(), tokens())
     with torch.no_grad():
         model.lm_head.weight[0, 0] = model.model.norm.weight[0] = model.model.layers[
             0
@@ -597,14 +566,15 @@ def test_two_bos_short_texts_and_too_many_positions_are_warned_of():
     model, ids = build("llama"), tokens()
     twice = ids.clone()
     twice[:, :2] = model.config.bos_token_id
-    for batch, message in (
-        (twice, "begins with two BOS"),
-        (ids[:, :8], "8 tokens are too short for eps = 0.3"),
-    ):
+    short = (ids[:, :8], "8 tokens are too short for eps = 0.3")
+    for batch, message in ((twice, "begins with two BOS"), (twice[:, :2], "two BOS"), short):
         with pytest.warns(UserWarning, match=message):
             measure(model, batch)
     with pytest.warns(UserWarning, match="24 positions, and the model was made for 20"):
         measure(build("llama", max_position_embeddings=20), ids)
+    with pytest.warns(UserWarning) as warned:
+        measure(model, twice[:, :1])
+    assert not [warning for warning in warned if "BOS" in str(warning.message)]
 
 
 def test_what_a_tokenizer_returns_is_measured_with_its_mask():
@@ -612,9 +582,7 @@ def test_what_a_tokenizer_returns_is_measured_with_its_mask():
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     batch = tf.BatchEncoding({"input_ids": ids, "attention_mask": mask})
-    torch.testing.assert_close(
-        measure(model, batch).alpha, measure(model, ids, attention_mask=mask).alpha
-    )
+    assert_close(measure(model, batch).alpha, measure(model, ids, attention_mask=mask).alpha)
 
 
 def test_numpys_integers_are_integers_and_what_holds_no_ids_is_refused():
@@ -626,20 +594,11 @@ def test_numpys_integers_are_integers_and_what_holds_no_ids_is_refused():
         refuses("name_or_path must be a name or a path", load_lm, name)
 
 
-def test_an_old_transformers_is_told_apart():
-    refuses(
-        r"needs transformers 5\.4 or later",
-        masks.mask,
-        cache_position=torch.arange(3),
-        kind=ImportError,
-    )
-
-
 def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():
     shared, replaced, older = build("llama"), build("llama"), build("gpt_neo")
     shared.model.layers[1].self_attn = shared.model.layers[0].self_attn
     refuses(r"ran more than once .* give each place a copy", measure, shared, tokens())
-    says = r"1 of 2 attention modules \((layers|h)\.1\..* did not show their weights: was their forward replaced"
+    says = r"(layers|h)\.1\.\S+ did not show its weights: was its forward replaced"
     layers = replaced.model.layers[1].self_attn, older.transformer.h[1].attn.attention
     for model, silent in zip((replaced, older), layers, strict=True):
         silent.forward = lambda hidden_states, **others: (hidden_states, None)

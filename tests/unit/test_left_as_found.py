@@ -20,9 +20,8 @@ def interrupt_at(line: int, work) -> bool:
 
     def trace(frame, event, _):
         nonlocal count
-        watched = (
-            "/sinkutils/" in frame.f_code.co_filename or "/hooks.py" in frame.f_code.co_filename
-        )
+        file = frame.f_code.co_filename
+        watched = "/sinkutils/" in file or "/hooks.py" in file
         if not watched:
             return None
         if event == "line":

@@ -27,10 +27,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def requirements():
     """Every requirement of pyproject.toml, by the name of its extra; "" is the core."""
-    by_extra = {
-        "": PROJECT["project"]["dependencies"],
-        **PROJECT["project"]["optional-dependencies"],
-    }
+    project = PROJECT["project"]
+    by_extra = {"": project["dependencies"], **project["optional-dependencies"]}
     return {extra: [Requirement(line) for line in lines] for extra, lines in by_extra.items()}
 
 
@@ -47,22 +45,16 @@ def test_the_ranges_hold_the_pins_and_no_other_file_has_any():
             assert line.name == "sinkutils" or line.specifier.contains(pinned[line.name]), line
     for name in ("environment.yml", "Makefile", "docs/requirements.txt", "pyproject.toml"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        assert not re.search(r"[a-z]==\d", text) and (
-            name == "pyproject.toml" or "constraints.txt" in text
-        ), name
+        assert not re.search(r"[a-z]==\d", text), name
+        assert name == "pyproject.toml" or "constraints.txt" in text, name
 
 
 def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
-    installed = {
-        name: version and version.partition("+")[0]
-        for name, version in embedded.text_versions().items()
-    }
+    versions = embedded.text_versions().items()
+    installed = {name: version and version.partition("+")[0] for name, version in versions}
     assert installed.items() <= pins().items()
-    listed = {
-        line.name
-        for extra in ("", "notebooks", "test", "hub", "text")
-        for line in requirements()[extra]
-    }
+    extras = ("", "notebooks", "test", "hub", "text")
+    listed = {line.name for extra in extras for line in requirements()[extra]}
     assert set(embedded.DISTRIBUTIONS) <= listed
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "--constraint constraints.txt --editable '.[text,models]'" in makefile
@@ -70,18 +62,11 @@ def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
 
 def test_no_file_names_a_machine_path():
     names = "(/" + "work/|/" + "root/|/home/[a-z])"
+    kinds = (".py", ".md", ".ipynb", ".json", ".toml", ".yml")
     for path in ROOT.rglob("*"):
-        made = path.relative_to(ROOT).parts[0] in (
-            "rendered",
-            "book",
-            "build",
-        ) or ".egg-info" in str(path)
-        hidden = path.relative_to(ROOT).parts[0].startswith(".")
-        if (
-            path.suffix in (".py", ".md", ".ipynb", ".json", ".toml", ".yml")
-            and not made
-            and not hidden
-        ):
+        top = path.relative_to(ROOT).parts[0]
+        made = top in ("rendered", "book", "build", "mutants") or ".egg-info" in str(path)
+        if path.suffix in kinds and not made and not top.startswith("."):
             assert not re.search(names, path.read_text(errors="replace")), path
 
 
@@ -114,29 +99,24 @@ def test_importing_the_package_loads_few_modules():
         "late = {'transformers', 'datasets', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules)\n"
         "assert not late and not any('training' in m or 'plots' in m for m in own()), (late, own())\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_what_contributing_says_to_paste_is_an_experiment():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.strip().startswith("softplus: {title")]
     ((name, fields),) = yaml.safe_load(line).items()
-    assert set(experiments.Experiment(name, "8", **fields).change) <= set(
-        experiments.experiment("sigmoid").change
-    )
+    change = experiments.Experiment(name, "8", **fields).change
+    assert set(change) <= set(experiments.experiment("sigmoid").change)
 
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
-    package, rooms = (
-        ROOT / "sinkutils",
-        ("model", "data", "study", "measuring", "training", "ledger", "plots"),
-    )
-    paths = {
-        ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
-        for path in package.rglob("*.py")
-    }
+    package = ROOT / "sinkutils"
+    rooms = ("model", "data", "study", "measuring", "training", "ledger", "plots")
+    paths = {}
+    for path in package.rglob("*.py"):
+        paths[".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts))] = path
     graph = {}
     for name, path in paths.items():
         source = re.sub(
@@ -158,9 +138,8 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
 def test_the_scripts_of_a_study_call_commands_that_there_are():
     stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
     lines = []
-    for script in sorted(
-        (ROOT / "studies").glob("[!c]*.sh")
-    ):  # those for a lent card call scripts of their own
+    # those for a lent card call scripts of their own
+    for script in sorted((ROOT / "studies").glob("[!c]*.sh")):
         lines += subprocess.check_output(["bash", "-c", stubs, script], text=True).splitlines()
     assert len(lines) > 10
     for line in lines:
@@ -176,23 +155,15 @@ def test_no_module_is_longer_than_500_lines():
 
 @pytest.mark.slow
 def test_each_number_of_ours_is_what_the_records_say():
-    mean = (
-        su.runs("laptop")
-        .groupby("experiment")[["sink_1", "sink_star", "block_1", "later_blocks"]]
-        .mean()
-    )
-    real = {
-        name: json.loads((OPEN_LMS / f"{name}.json").read_text())
-        for name in ("smollm2", "gemma-3-270m")
-    }
+    numbers = ["sink_1", "sink_star", "block_1", "later_blocks"]
+    mean = su.runs("laptop").groupby("experiment")[numbers].mean()
+    files = {name: OPEN_LMS / f"{name}.json" for name in ("smollm2", "gemma-3-270m")}
+    real = {name: json.loads(file.read_text()) for name, file in files.items()}
     smol = real["smollm2"]["probes"]["natural"]["text"]["sink"]["1"]["0.3"]
-    third = {
-        name: kept["moved"]["alpha"]["3"] for name, kept in real.items()
-    }  # the BOS at the third place
-    gemma = {
-        name: kept["sink"]["1"]["0.3"]
-        for name, kept in real["gemma-3-270m"]["probes"]["natural"].items()
-    }
+    # the BOS at the third place
+    third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}
+    natural = real["gemma-3-270m"]["probes"]["natural"]
+    gemma = {name: kept["sink"]["1"]["0.3"] for name, kept in natural.items()}
     said = {
         f"it takes {mean.sink_star.k_bias:.1f} %",
         f"the first token keeps {mean.sink_1.k_bias:.1f} % ({mean.sink_1.fixed_1:.1f} % before)",
@@ -228,35 +199,20 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
     data = [f"data/{path.name}" for path in (ROOT / "data").glob("*.*")]  # and no records
     for name in ("pyproject.toml", "README.md", "LICENSE", *data):
         shutil.copy(ROOT / name, source / name)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    pip = [sys.executable, "-m", "pip", "install", *options]
     subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
 
     def call(*arguments, **environment):
         environment = os.environ | {"PYTHONPATH": str(site), "SINKUTILS_HOME": ""} | environment
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=elsewhere,
-            env=environment,
-            text=True,
-            capture_output=True,
-        )
+        options = {"cwd": elsewhere, "env": environment, "text": True, "capture_output": True}
+        return subprocess.run([sys.executable, *arguments], **options)
 
     before = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
     listing = call("-m", "sinkutils", "list", "--section", "6")
-    assert (
-        listing.returncode == 0
-        and "weight_decay_0.5" in listing.stdout
-        and "41.08" in listing.stdout
-    )
+    assert listing.returncode == 0
+    assert "weight_decay_0.5" in listing.stdout
+    assert "41.08" in listing.stdout
     assert f"there are no records in {elsewhere / 'runs'}" in listing.stderr
     ledger = call("-m", "sinkutils", "claims", "--preset", "minute")
     assert ledger.returncode == 0 and "claims at minute" in ledger.stdout, ledger.stderr
@@ -289,13 +245,19 @@ def test_a_name_that_a_text_gives_between_backticks_is_there():
             if home == "su":
                 known = hasattr(su, name)
             elif home in homes:
-                known = re.search(
-                    rf"^\s*(def|class) {name}\b|^\s*{name}\b[^=]*[=:]",
-                    homes[home].read_text("utf-8"),
-                    re.M,
-                )
+                pattern = rf"^\s*(def|class) {name}\b|^\s*{name}\b[^=]*[=:]"
+                known = re.search(pattern, homes[home].read_text("utf-8"), re.M)
             else:
                 continue
             if not known and name not in ("py", "md", "yaml"):
                 lacking.append((path.name, home, name))
     assert lacking == []
+
+
+def test_the_page_of_public_names_is_what_docs_api_makes_of_their_docstrings(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import api
+
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == api.page(), (
+        "a docstring or a signature changed: run python docs/api.py"
+    )

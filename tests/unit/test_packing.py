@@ -1,11 +1,13 @@
 """Packing: chunks are consecutive pieces of the joined documents, and each intervention changes what it says."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, refuses
+from helpers import refuses
 
-from sinkutils.data.packing import Chunks, ChunksOnDevice, DataConfig, fix_position
+from sinkutils.data.packing import Chunks, DataConfig, fix_position
 
 C = 32
 
@@ -20,9 +22,20 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
     ids, tokens = all_of(corpus), torch.from_numpy(corpus.tokens("train").astype(np.int64))
     assert ids.dtype == torch.int64 and ids.shape[1] == C + 1
     assert torch.equal(ids[:, :-1].flatten(), tokens[: len(ids) * C])  # inputs
-    assert torch.equal(
-        ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1]
-    )  # targets: all but the first, once
+    # targets: all but the first, once
+    assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])
+
+
+def test_a_chunk_takes_one_token_more_than_its_inputs():
+    def chunks(count):
+        tokens = np.arange(count, dtype=np.uint16)
+        text = SimpleNamespace(
+            tokens=lambda split: tokens, name="made up", fix_id=2, first_text_id=3, vocab_size=300
+        )
+        return Chunks(text, "train", C, DataConfig())
+
+    assert [len(chunks(n)) for n in (C + 1, 2 * C, 2 * C + 1)] == [1, 1, 2]
+    refuses("less than one chunk", chunks, C)
 
 
 def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):
@@ -38,13 +51,10 @@ def test_a_fixed_token_stands_at_its_position_and_nowhere_else(corpus):
     ids[:, 1] = plain[:, 1]
     assert torch.equal(ids, plain)
     ids = torch.arange(6).reshape(2, 3)
-    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]] and ids.tolist() == [
-        [0, 1, 2],
-        [3, 4, 5],
-    ]
-    assert torch.equal(fix_position(ids, None, 9), ids) and torch.equal(
-        fix_position(ids, 4, 9), ids
-    )
+    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]]
+    assert ids.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert torch.equal(fix_position(ids, None, 9), ids)
+    assert torch.equal(fix_position(ids, 4, 9), ids)
 
 
 def test_random_positions_are_redrawn_once_for_each_chunk_from_all_text_tokens(corpus):
@@ -82,22 +92,18 @@ def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
     assert not torch.equal(chunks.batch(0, 16, seed=0), chunks.batch(0, 16, seed=1))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"random_positions": (1, 3)},
-        {"fixed_position": 2, "share": 0.5},
-        {"fixed_position": 4, "random_place": True},
-    ],
-)
+SOME = {"random_positions": (1, 3)}, {"fixed_position": 2, "share": 0.5}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("data", [{}, *SOME, {"fixed_position": 4, "random_place": True}])
 def test_batches_cut_on_the_device_are_those_of_the_host_in_the_same_order(corpus, data):
     here = Chunks(corpus, "train", C, DataConfig(**data), 3)
-    there = ChunksOnDevice(corpus, "train", C, DataConfig(**data), 3, device=CPU)
+    there = Chunks(corpus, "train", C, DataConfig(**data), 3, torch.device("cuda"))
     size = len(here) // 15  # so that the steps go on into a second epoch
     for step in range(20):
         expected, batch = here.batch(step, size, seed=3), there.batch(step, size, seed=3)
-        assert batch.dtype == torch.int64 and torch.equal(batch, expected)
+        assert batch.dtype == torch.int64 and torch.equal(batch.cpu(), expected)
 
 
 def test_impossible_interventions_are_refused(corpus):

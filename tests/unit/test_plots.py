@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from helpers import own_model, refuses, word_tokenizer
+from helpers import own_model, refused, refuses, word_tokenizer
 
 import sinkutils as su
 from sinkutils import measure, plots
@@ -63,11 +63,9 @@ def test_the_same_figure_is_saved_as_the_same_small_file(tmp_path, monkeypatch):
     ax.plot([1, 2, 3], color=colors["first"])
     first = su.save(ax, "line").read_bytes()
     assert su.save(ax.figure, "line") == tmp_path / "figures" / "line.png"
-    assert (
-        su.save(ax, "line").read_bytes() == first
-        and first.startswith(b"\x89PNG")
-        and len(first) < 30_000
-    )
+    assert su.save(ax, "line").read_bytes() == first
+    assert first.startswith(b"\x89PNG")
+    assert len(first) < 30_000
 
 
 def test_the_text_for_those_who_cannot_see_is_the_label_or_what_stands_on_the_figure():
@@ -104,16 +102,10 @@ def test_a_figure_in_a_notebook_is_a_small_png_with_an_alt_text():
 
 def test_every_head_is_a_dot_at_its_alpha_over_its_block():
     alpha = np.array([[0.1, 0.9], [0.4, 0.2]])
-    for heads, layers, blocks in (
-        (alpha, None, [1, 1, 2, 2]),
-        (torch.tensor(alpha), (1, 3), [2, 2, 4, 4]),
-    ):
-        x, y = (
-            plots.heads_by_block(heads, layers, ax=plt.figure().subplots())
-            .collections[0]
-            .get_offsets()
-            .T
-        )
+    by_place = (alpha, None, [1, 1, 2, 2]), (torch.tensor(alpha), (1, 3), [2, 2, 4, 4])
+    for heads, layers, blocks in by_place:
+        axes = plots.heads_by_block(heads, layers, ax=plt.figure().subplots())
+        x, y = axes.collections[0].get_offsets().T
         assert y.tolist() == alpha.ravel().tolist() and np.round(x).tolist() == blocks
     refuses(r"\(layers, heads\), got \(2,\)", plots.heads_by_block, [0.1, 0.2])
 
@@ -130,15 +122,10 @@ def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
 
 
 def test_tokens_are_shown_as_they_are_written():
-    tokenizer = SimpleNamespace(
-        decode=lambda ids, **options: ["\n\n", " the", " ", "incredibly"][ids[0]]
-    )
-    assert [plots.token_label(token, tokenizer) for token in range(4)] == [
-        "↵↵",
-        "the",
-        "␣",
-        "incredi…",
-    ]
+    words = ["\n\n", " the", " ", "incredibly"]
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: words[ids[0]])
+    labels = [plots.token_label(token, tokenizer) for token in range(4)]
+    assert labels == ["↵↵", "the", "␣", "incredi…"]
     assert plots.token_label(7) == "7"
 
 
@@ -160,17 +147,14 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
 
 def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_one(model, ids):
     data, T = su.explore(model, ids, "a model").data, 32
-    assert data["T"] == T and data["tokens"] == [
-        [str(token) for token in row[:T].tolist()] for row in ids
-    ]
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(
-        3, 6, -1
-    )
+    assert data["T"] == T
+    assert data["tokens"] == [[str(token) for token in row[:T].tolist()] for row in ids]
+    blob = zlib.decompress(base64.b64decode(data["packed"]))
+    packed = np.frombuffer(blob, np.uint8).reshape(3, 6, -1)
     report = measure(model, ids[:, :T], heads=[(1, 2)])
     expected = np.sqrt(report.kept[1, 2].map.numpy())[:, *np.tril_indices(T)]
-    np.testing.assert_allclose(
-        packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1)
-    )
+    last = len(PALETTE) - 1
+    np.testing.assert_allclose(packed[:, 5] / last, expected, atol=0.51 / last)
     np.testing.assert_allclose(data["alpha"], report.alpha[:, 0].flatten(1), atol=1e-3)
     assert data["head"] == int(report.alpha[0, 0].argmax())
     assert (data["H"], data["blocks"]) == (3, [1, 2])
@@ -179,20 +163,13 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
         chosen.data["head"] == 3  # the first of block 2
         and "block 2, head 1" in chosen.figure.get_suptitle()
     )
-    refuses(
-        r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)",
-        su.explore,
-        model,
-        ids,
-        head=(3, 1),
-    )
+    with refused(r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)"):
+        su.explore(model, ids, head=(3, 1))
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
 
 
-def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(
-    model, ids
-):
+def test_what_is_interactive_keeps_a_png_and_an_alt_text_for_those_without_scripts(model, ids):
     hostile = SimpleNamespace(decode=lambda ids, **options: "</s> <&")
     many = su.LMConfig(vocab_size=50, context_length=48, num_layers=30, num_heads=9, hidden_size=18)
     explored = (
@@ -206,11 +183,9 @@ def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without
         assert metadata["image/png"]["alt"] == picture.figure.get_label()
         html = bundle["text/html"]
         still = re.sub(r"(?s)<script>.*?</script>", "", html)
-        assert (
-            html.count("</script>") == 1
-            and "run this cell to use the controls" in still
-            and "<img" in still
-        )
+        assert html.count("</script>") == 1
+        assert "run this cell to use the controls" in still
+        assert "<img" in still
         assert len(html) < 130_000
 
 
@@ -218,9 +193,8 @@ def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without
 @pytest.mark.parametrize("exporter", ["SlidesExporter", "MarkdownExporter"])
 def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
     nbconvert = pytest.importorskip("nbconvert")
-    body, resources = getattr(nbconvert, exporter)().from_filename(
-        ROOT / "notebooks" / "00_quickstart.ipynb"
-    )
+    exporting = getattr(nbconvert, exporter)()
+    body, resources = exporting.from_filename(ROOT / "notebooks" / "00_quickstart.ipynb")
     book = json.loads((ROOT / "notebooks" / "00_quickstart.ipynb").read_text())
     outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
@@ -231,23 +205,17 @@ def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
 # --- one page about a model ------------------------------------------------------------------------------------------
 
 
-def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothing_from_outside(
-    corpus,
-):
+def test_a_page_about_a_model_holds_its_measured_numbers_and_nothing_from_outside(corpus):
     small = own_model(vocab_size=corpus.vocab_size)
     texts = ["a first text of some words that goes on for a while, and then a little more " * 4] * 6
-    html, again = (
-        su.report_model(small, corpus.tokenizer, "<ours> & co", texts, n=4, length=16)
-        for _ in range(2)
-    )
+    asked = (small, corpus.tokenizer, "<ours> & co", texts)
+    html, again = (su.report_model(*asked, n=4, length=16) for _ in range(2))
     assert html == again and "&lt;ours&gt; &amp; co" in html and "<ours>" not in html
     assert not re.search(
         r"""(src|href)=["'](?!data:|#)|@import|<script(?! type="application/json")""", html
     )
-    assert (
-        html.count("<svg") == html.count('role="img" aria-label="') == 7
-        and 'name="viewport"' in html
-    )
+    assert html.count("<svg") == html.count('role="img" aria-label="') == 7
+    assert 'name="viewport"' in html
     numbers = numbers_of(html)
     assert {*numbers["reports"]} == {
         f"{kind}{bos}" for kind in ("natural", "random", "repeat") for bos in ("", ", BOS first")
@@ -255,9 +223,8 @@ def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothin
     ids = su.probe("random", corpus.tokenizer, 4, 16)
     assert numbers["reports"]["random"]["alpha"] == measure(small, ids).to_dict()["alpha"]
     small.blocks[0].attention.qkv.weight.data[0, 0] += 1
-    other = numbers_of(su.report_model(small, corpus.tokenizer, "another", texts, n=4, length=16))[
-        "facts"
-    ]
+    page = su.report_model(small, corpus.tokenizer, "another", texts, n=4, length=16)
+    other = numbers_of(page)["facts"]
     assert {name for name, value in other.items() if value != numbers["facts"][name]} == {"weights"}
 
 
@@ -269,15 +236,15 @@ def test_a_page_says_what_a_learned_sink_takes():
     sunk = own_model(attention=su.AttentionSpec(sink_logit="learned"))
     html = su.report_model(sunk, word_tokenizer(57), "ours", ["w1 w2 " * 20] * 3, n=3, length=16)
     share = numbers_of(html)["reports"]["natural"]["sink_star"]["0.3"]
-    assert f"{share:.1f} %" in html.partition("Sink<sub>*</sub>")[2][:30]
+    assert f"{share:.1f} %" in html.partition("Sink*")[2][:30]
 
 
 def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
     html = su.report_page(report, "ours", beside={"other": report})
-    assert (
-        "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
-    )
+    assert "<th>other</th>" in html
+    assert f"{report.sink(1):.1f} %" in html
+    assert html.count("<svg") == 1
     refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
     refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
 
@@ -291,9 +258,7 @@ def test_a_page_has_no_second_row_of_a_model_that_it_shows(model, ids):
             assert "Gemma 3 270M (reference)" in html
 
 
-def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(
-    model, ids
-):
+def test_the_excess_of_a_page_is_the_reports_also_with_windows_and_another_epsilon(model, ids):
     windowed = own_model(attention=su.AttentionSpec(window=4))
     for one in (model, windowed):
         report = measure(one, ids[:, :32], epsilons=(0.2,))
@@ -301,9 +266,8 @@ def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_ano
         blocks = [float(row["excess in block 1"]), float(row["excess in later blocks"])]
         assert np.mean(blocks) == pytest.approx(report.excess(1), abs=0.01)
         assert su.report_page(report, "ours")
-    assert "excess in block 3" in _row(
-        dataclasses.replace(report, layers=(2, 3))
-    )  # of a hybrid model
+    # of a hybrid model
+    assert "excess in block 3" in _row(dataclasses.replace(report, layers=(2, 3)))
 
 
 def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
@@ -313,17 +277,15 @@ def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
 
 
 def test_one_long_text_is_windows_of_a_page():
-    html = su.report_model(
-        own_model(), word_tokenizer(57), "ours", ["w1 w2 w3 w4 " * 40], n=100, length=16
-    )
+    texts = ["w1 w2 w3 w4 " * 40]
+    html = su.report_model(own_model(), word_tokenizer(57), "ours", texts, n=100, length=16)
     assert numbers_of(html)["reports"]["natural"]["samples"] == 10
 
 
 def test_a_token_that_opens_a_comment_swallows_nothing(ids):
     tokens = word_tokenizer(58, ("<!--", "<script>"))
-    html = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)._repr_mimebundle_()[0][
-        "text/html"
-    ]
+    picture = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)
+    html = picture._repr_mimebundle_()[0]["text/html"]
     script = html.partition("<script>")[2]
     assert "<!--" not in script and "<script>" not in script and "\\u003c!--" in script
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers as tf
-from helpers import refuses, word_tokenizer
+from helpers import refused, refuses, word_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
@@ -25,9 +25,8 @@ def test_probes_differ_between_seeds_and_between_rows(kind):
     """Their shape, BOS and tokens: tests/property/test_inputs.py."""
     ids = probe(kind, RAW, 8, 20, texts=TEXTS)
     assert not torch.equal(ids, probe(kind, RAW, 8, 20, seed=1, texts=TEXTS))
-    least = {"natural": 8, "random": 8, "repeat": 5}[
-        kind
-    ]  # no document twice, but now and then a token
+    # no document twice, but now and then a token
+    least = {"natural": 8, "random": 8, "repeat": 5}[kind]
     assert len(ids.unique(dim=0)) >= least
 
 
@@ -43,25 +42,22 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
     assert all(row in starts for row in ids.tolist())
     again = Tokenizer.from_str(corpus.tokenizer.to_str())
     again.encode_special_tokens = True
-    assert torch.equal(
-        probe("natural", again, 3, 16, corpus=corpus), ids
-    )  # tokenised again, the same
+    # tokenised again, the same
+    assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)
 
 
 def test_bad_requests_are_clear():
     ask, a_text = partial(probe, texts=TEXTS), "the text that I should like to measure, " * 9
     refuses("natural, random, repeat", ask, "words", RAW)
     refuses(r"a tokenizers\.Tokenizer or a transformers tokenizer, got None", ask, "natural", None)
-    refuses(
-        "this one has none", ask, "random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, bos=True
-    )
+    with refused("this one has none"):
+        ask("random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, bos=True)
     refuses("length must be at least 2", ask, "random", RAW, 5, 1, bos=True)
     refuses("n must be at least 1", ask, "random", RAW, 0)
-    refuses(
-        r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=", ask, a_text, RAW
-    )
+    with refused(r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts="):
+        ask(a_text, RAW)
     refuses("leave out the kind", probe, "natural", RAW, 12, 29, texts=["one text"])
-    refuses(r"has 11 documents of at least 29 tokens \(of 30\), n=12", ask, "natural", RAW, 12, 29)
+    refuses(r"11 of 30 documents have at least 29 tokens, n=12", ask, "natural", RAW, 12, 29)
 
 
 def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
@@ -73,19 +69,20 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
     few = probe(texts=TEXTS, tokenizer=RAW, length=8, n=5)
     assert few.shape == (5, 8) and all(row in windows for row in few.tolist())
     assert not torch.equal(few, probe(texts=TEXTS, tokenizer=RAW, length=8, n=5, seed=1))
-    with pytest.raises(
-        ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"
-    ):
+    with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens, n=1"):
         probe(texts=TEXTS, tokenizer=RAW)
     refuses("texts must be several strings", probe, texts="one text", tokenizer=RAW)
     frame = pd.DataFrame({"text": ["a", "b"], "id": [1, 2]})
     refuses(
-        r"got a DataFrame: give one of its columns \(text, id\)", probe, texts=frame, tokenizer=RAW
+        r"of a table give one of the columns; got  *text *id", probe, texts=frame, tokenizer=RAW
     )
     refuses(
-        r"got a dict: give one of its columns \(text\)", probe, texts={"text": ["a"]}, tokenizer=RAW
+        r"of a table give one of the columns; got .'text'",
+        probe,
+        texts={"text": ["a"]},
+        tokenizer=RAW,
     )
-    refuses("number 2 of 3 is None", probe, texts=["a", None, "b"], tokenizer=RAW)
+    refuses("got .'a', None, 'b'", probe, texts=["a", None, "b"], tokenizer=RAW)
 
 
 def test_texts_are_read_from_files(tmp_path):
@@ -135,9 +132,8 @@ def fast(tmp_path):
 def unigram(tmp_path):
     """Holds </s> as a piece of its own, which no option of the library keeps from being found."""
     pieces = ["<unk>", "</s>", "▁", "▁hello", "<", "/", "s", ">", "worldly"]
-    raw = Tokenizer(
-        models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0)
-    )
+    words = [(piece, -float(i)) for i, piece in enumerate(pieces)]
+    raw = Tokenizer(models.Unigram(words, unk_id=0))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     raw.add_special_tokens(["</s>"])
     return raw
@@ -148,9 +144,8 @@ def put_around(tmp_path):
     words = {word: i for i, word in enumerate(["[UNK]", "[CLS]", "hello", "worldly"])}
     raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    raw.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
-    )
+    template = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    raw.post_processor = template
     return raw
 
 
@@ -164,19 +159,13 @@ def slow(tmp_path):
     return made
 
 
-SPECIAL = {
-    byte_level: ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"],
-    fast: ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"],
-    unigram: ["</s>"],
-    put_around: ["[CLS]"],
-    slow: ["<unk>", "<|hop|>"],
-}
+RESERVED = ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"]
+SPECIAL = {byte_level: RESERVED, fast: RESERVED, unigram: ["</s>"], put_around: ["[CLS]"]}
+SPECIAL[slow] = ["<unk>", "<|hop|>"]
 
 
 @pytest.mark.parametrize("make", SPECIAL)
-def test_special_tokens_are_not_drawn_nor_read_in_a_text_and_the_tokenizer_stays_as_it_was(
-    make, tmp_path
-):
+def test_special_tokens_are_not_drawn_nor_read_and_the_tokenizer_stays_as_it_was(make, tmp_path):
     tokenizer = make(tmp_path)
     vocabulary = tokenizer.get_vocab()
     special = {vocabulary[name] for name in SPECIAL[make]}
@@ -185,15 +174,11 @@ def test_special_tokens_are_not_drawn_nor_read_in_a_text_and_the_tokenizer_stays
     assert drawn == sorted(set(vocabulary.values()) - special)
     written = f"hello {SPECIAL[make][-1]} worldly"
     plain = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    before = [
-        getattr(plain.encode(written), "ids", plain.encode(written)),
-        getattr(plain, "truncation", None),
-    ]
+    encoded = plain.encode(written)
+    before = [getattr(encoded, "ids", encoded), getattr(plain, "truncation", None)]
     ids = encode(tokenizer, written)
-    assert (
-        not (special - {vocabulary.get("<unk>")}) & {*ids}
-        and ids[0] == encode(tokenizer, "hello")[0]
-    )
+    assert not (special - {vocabulary.get("<unk>")}) & {*ids}
+    assert ids[0] == encode(tokenizer, "hello")[0]
     assert vocabulary["worldly"] in ids or make is slow or make is unigram
     assert vocabulary["worldly"] in encode(tokenizer, "hello worldly")
     assert probe("natural", tokenizer, 1, 3, texts=[written]).tolist() == [ids[:3]]
@@ -212,9 +197,8 @@ def test_what_cuts_and_pads_a_text_does_not_do_so_to_a_probe(tmp_path):
 @pytest.mark.parametrize("bos", ["<|endoftext|>", "<s>", "[BOS]", "<|bos|>"])
 def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos):
     tokenizer = word_tokenizer(1, ("</s>", bos, "<pad>"))
-    assert (
-        probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]
-    ).all()
+    bos = special_ids(tokenizer, None)["bos_id"]
+    assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == bos).all()
     assert bos_id(tokenizer) == 1
     assert bos_id(tf.PreTrainedTokenizerFast(tokenizer_object=RAW, bos_token="w5")) == 8
 
@@ -224,13 +208,13 @@ def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus
         return probe(None, corpus.tokenizer, length=4, texts=texts)
 
     refuses(
-        "texts must be several strings, a document each; number 2 of 2 is None",
+        "texts must be several strings, a document each; .* got .'a text', None",
         ask,
         ["a text", None],
     )
-    refuses("got a DataFrame: give one of its columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
-    refuses("texts must be several strings, a document each; got str", ask, "a text")
-    refuses("texts must be several strings, a document each; got int", ask, 3)
+    refuses("of a table give one of the columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
+    refuses("texts must be several strings, a document each; .* got 'a text'", ask, "a text")
+    refuses("texts must be several strings, a document each; .* got 3", ask, 3)
 
 
 def test_a_tokenizer_whose_pattern_does_not_end_is_refused_in_words():

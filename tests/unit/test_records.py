@@ -1,21 +1,22 @@
 """Records: written whole or not at all, every damaged byte is noticed and named, and tidy frames of them."""
 
-import dataclasses
 import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import DONE, END, interrupted, made_up, refuses
+from helpers import DONE, END, interrupted, made_up, refused, refuses
 from safetensors.torch import save
 
 import sinkutils as su
@@ -35,14 +36,8 @@ from sinkutils.study.record import (
 )
 from sinkutils.study.store import Runs, is_of
 
-FILES = (
-    "config.json",
-    "metrics.json",
-    "provenance.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "SHA256SUMS",
-)
+JSON_FILES = ("config.json", "metrics.json", "provenance.json")
+FILES = (*JSON_FILES, "model.safetensors", "tokenizer.json", "SHA256SUMS")
 
 
 @pytest.fixture
@@ -57,13 +52,10 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
     shutil.copytree(folder, tmp_path / "elsewhere" / "0")
     for place in (folder, tmp_path / "elsewhere" / "0"):
         record = read_record(place)
-        assert record.config == config_dict(tiny) | {
-            "corpus": {"name": "docstrings", "sha256": corpus.fingerprint}
-        }
-        assert (
-            record.metrics["final"] == END | {"sink_1": 1.5}
-            and record.weights == place / "model.safetensors"
-        )
+        text = {"name": "docstrings", "sha256": corpus.fingerprint}
+        assert record.config == config_dict(tiny) | {"corpus": text}
+        assert record.metrics["final"] == END | {"sink_1": 1.5}
+        assert record.weights == place / "model.safetensors"
         assert {path.name for path in place.iterdir()} == set(FILES)
 
 
@@ -80,15 +72,11 @@ def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, tmp_p
         assert Runs(tmp_path).of(tiny).record() is None
 
 
-def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(
-    folder, tiny, monkeypatch
-):
+def test_a_full_disk_leaves_the_old_record_and_a_new_one_replaces_it(folder, tiny, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=full))
-        with pytest.raises(
-            OSError, match=r"could not save record test/tiny/0 \(No space .*: free some space"
-        ):
+        with refused(r"could not save record test/tiny/0 \(No space .*: free some space", OSError):
             write_record(folder, tiny, DONE, {})
     assert read_record(folder).metrics["final"] == END | {"sink_1": 1.5}
     replaced = write_record(folder, tiny, DONE | {"status": "failed", "reason": "x"}, {})
@@ -124,7 +112,7 @@ def die_before_step(step: int, what) -> bool:
         os._exit(0 if sys.exc_info()[0] is None else 1)
 
 
-def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_next_run_takes_it_in(
+def test_a_death_while_writing_leaves_a_record_or_none_and_the_next_run_puts_it_back(
     tiny, tmp_path
 ):
     run = Runs(tmp_path).of(tiny)
@@ -142,15 +130,12 @@ def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_ne
             taken.append(record and record.metrics)
             assert {path.name for path in run.folder.parent.iterdir()} <= {"0"}
         renames = 2 if before else 1
-        assert ended and taken == [before] * 4 + [new] * 3
-        assert left == [before] * 5 + [None if before else new] * (renames - 1) + [new] * (
-            3 - renames
-        )
+        assert ended and taken == [before] * (4 + renames) + [new] * (3 - renames)
+        middle = [None if before else new] * (renames - 1)
+        assert left == [before] * 5 + middle + [new] * (3 - renames)
 
 
-def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes_with_its_record(
-    tiny, tmp_path
-):
+def test_a_run_is_held_by_one_process_and_its_checkpoint_goes_with_its_record(tiny, tmp_path):
     run = Runs(tmp_path).of(tiny)
     assert not run.locked()
     with run.lock():
@@ -170,7 +155,7 @@ def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_where_no_folder_can_be_made_nobody_else_is_said_to_train(tiny):
     """As below /proc, where making a folder ends with "not found": a sweep would wait for ever."""
-    with pytest.raises(OSError, match="cannot write below"), Runs("/proc/x").of(tiny).lock():
+    with pytest.raises(OSError, match="cannot lock a file below"), Runs("/proc/x").of(tiny).lock():
         pass
 
 
@@ -180,7 +165,7 @@ def test_where_no_folder_can_be_made_nobody_else_is_said_to_train(tiny):
 )
 def test_names_of_experiments_and_presets_are_no_paths(tiny, tmp_path, name):
     for field in ("experiment", "preset"):
-        refuses(f"{field} must be a name", dataclasses.replace, tiny, **{field: name})
+        refuses(f"{field} must be a name", replace, tiny, **{field: name})
     refuses("must be a name", su.record, name, folder=tmp_path)
     refuses("must be a name", lambda: list(Runs(tmp_path).entries(f"smoke@{name}/..")))
 
@@ -203,17 +188,15 @@ def foreign(kind: str, target, elsewhere) -> None:
 @pytest.mark.parametrize(
     "kind", ["a folder with files of others", "a file", "a link", "a link to nowhere"]
 )
-def test_what_is_no_record_is_not_replaced_and_that_is_said_before_a_step_is_trained(
+def test_what_is_no_record_is_not_replaced_which_is_said_before_step_1(
     kind, tiny, corpus, tmp_path
 ):
     target = record_folder("test", "tiny", 0, tmp_path / "runs")
     foreign(kind, target, tmp_path / "elsewhere")
     before = sorted(path for path in tmp_path.rglob("*"))
     with interrupted(0):  # a step would raise KeyboardInterrupt
-        refuses(
-            "and is not replaced: move it away", su.train, tiny, tmp_path / "runs", corpus=corpus, progress=False,
-            kind=FileExistsError,
-        )  # fmt: skip
+        with refused("and is not replaced: move it away", FileExistsError):
+            su.train(tiny, tmp_path / "runs", corpus=corpus, progress=False)
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
@@ -221,9 +204,8 @@ def test_a_damaged_record_with_weights_is_kept_beside_its_successor(folder, tiny
     weights = (folder / "model.safetensors").read_bytes()
     for name in ("0.damaged", "0.damaged-2"):
         (folder / "provenance.json").write_text("{}")
-        with pytest.warns(
-            UserWarning, match=rf"provenance\.json is .*; it is kept as test/tiny/{name}"
-        ):
+        says = rf"provenance\.json is .*; it is kept as test/tiny/{name}"
+        with pytest.warns(UserWarning, match=says):
             write_record(folder, tiny, DONE, {}, {"w": torch.ones(3)})
         assert (folder.with_name(name) / "model.safetensors").read_bytes() == weights
     assert Runs(tmp_path).of(tiny).record().metrics == DONE
@@ -249,58 +231,43 @@ def test_git_for_windows_leaves_every_byte_as_it_is(tmp_path):
     """A commit of a record, a script and the attributes, cloned with the setting that Git for Windows makes."""
     source, clone = tmp_path / "source", tmp_path / "clone"
     names = [".gitattributes", "studies/gpu.sh"]
-    names += [
-        f"data/runs/laptop/fixed_1/0/{path.name}"
-        for path in (paths.RUNS / "laptop" / "fixed_1" / "0").iterdir()
-    ]
+    record = paths.RUNS / "laptop" / "fixed_1" / "0"
+    names += [f"data/runs/laptop/fixed_1/0/{path.name}" for path in record.iterdir()]
     for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(paths.ROOT / name, source / name)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "core.autocrlf=true"]
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "all"]):
         subprocess.run([*git, *command], cwd=source, check=True)
-    subprocess.run(
-        [*git, "clone", "--quiet", "-c", "core.autocrlf=true", source, clone], check=True
-    )
-    assert [
-        name for name in names if (clone / name).read_bytes() != (paths.ROOT / name).read_bytes()
-    ] == []
+    cloning = ["clone", "--quiet", "-c", "core.autocrlf=true", source, clone]
+    subprocess.run([*git, *cloning], check=True)
+    for name in names:
+        assert (clone / name).read_bytes() == (paths.ROOT / name).read_bytes(), name
 
 
 def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus, tmp_path):
     runs, own = tmp_path, corpus.identity
-    other, same_name = (
-        {"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings")
-    )
+    other = {"name": "path:novels", "sha256": "0" * 64}
+    same_name = {"name": "docstrings", "sha256": "0" * 64}
     assert Runs(runs).of(tiny).record() == Runs(runs).of(tiny, own).record() is not None
-    assert (
-        Runs(runs).of(tiny, other).record() is None
-        and Runs(runs).of(tiny, same_name).record() is None
-    )
+    assert Runs(runs).of(tiny, other).record() is None
+    assert Runs(runs).of(tiny, same_name).record() is None
     assert Runs(runs).of(tiny).folder == Runs(runs).of(tiny, own).folder == folder
-    assert Runs(runs).of(tiny, other).folder == record_folder(
-        "test@path-novels-00000000", "tiny", 0, runs
-    )
-    assert Runs(runs).of(tiny, same_name).folder == record_folder(
-        "test@docstrings-00000000", "tiny", 0, runs
-    )
-    assert Runs(runs / "empty").of(tiny, same_name).folder == record_folder(
-        "test", "tiny", 0, runs / "empty"
-    )
+    apart = record_folder("test@path-novels-00000000", "tiny", 0, runs)
+    assert Runs(runs).of(tiny, other).folder == apart
+    apart = record_folder("test@docstrings-00000000", "tiny", 0, runs)
+    assert Runs(runs).of(tiny, same_name).folder == apart
+    own = record_folder("test", "tiny", 0, runs / "empty")
+    assert Runs(runs / "empty").of(tiny, same_name).folder == own
 
 
 def test_numbers_are_kept_to_five_digits_and_a_record_holds_nothing_else(tiny, tmp_path):
-    metrics = DONE | {
-        "final": END | {"valid_loss": 1 / 3, "by_block": [(2 / 3, 12345678.0)], "step": 1234567}
-    }
-    final = write_record(record_folder("test", "tiny", 0, tmp_path), tiny, metrics, {}).metrics[
-        "final"
-    ]
-    assert (final["valid_loss"], final["by_block"], final["step"]) == (
-        0.33333,
-        [[0.66667, 12346000.0]],
-        1234567,
-    )
+    end = {"valid_loss": 1 / 3, "by_block": [(2 / 3, 12345678.0)], "step": 1234567}
+    metrics = DONE | {"final": END | end}
+    target = record_folder("test", "tiny", 0, tmp_path)
+    final = write_record(target, tiny, metrics, {}).metrics["final"]
+    assert (final["valid_loss"], final["step"]) == (0.33333, 1234567)
+    assert final["by_block"] == [[0.66667, 12346000.0]]
 
 
 def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(tmp_path):
@@ -310,13 +277,11 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
     path = record_folder("smoke", "k_bias", 1, tmp_path) / "metrics.json"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.warns(
-        UserWarning, match=r"record smoke/k_bias/1: metrics\.json is .*or train the run again"
-    ):
+    says = r"record smoke/k_bias/1: metrics\.json is .*or train the run again"
+    with pytest.warns(UserWarning, match=says):
         entries = list(Runs(tmp_path).entries("smoke"))
-    assert [entry.status for entry in entries] == ["done", "corrupt"] and "metrics.json" in entries[
-        1
-    ].reason
+    assert [entry.status for entry in entries] == ["done", "corrupt"]
+    assert "metrics.json" in entries[1].reason
     refuses("smoke/k_bias/1", load_lm, path.parent, "cpu", kind=ModelUnavailable)
     path.write_bytes(whole)
     assert [entry.status for entry in Runs(tmp_path).entries("smoke")] == ["done", "done"]
@@ -331,12 +296,11 @@ def tamper(folder, **parts) -> None:
         else:
             path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
     names = [path.name for path in folder.iterdir() if path.name != "SHA256SUMS"]
-    sums = "".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names
-    )
-    (folder / "SHA256SUMS").write_text(
-        f"{sums}{hashlib.sha256(sums.encode()).hexdigest()}  SHA256SUMS\n"
-    )
+    sums = ""
+    for name in names:
+        sums += f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+    own = hashlib.sha256(sums.encode()).hexdigest()
+    (folder / "SHA256SUMS").write_text(f"{sums}{own}  SHA256SUMS\n")
 
 
 def changed(values, path: str, value):
@@ -357,42 +321,38 @@ NORMS = dict.fromkeys(("hidden_norms", "key_norms", "value_norms"), [[1.0] * 4] 
 REPORT = {"T": 4, "targets": [1], "alpha": [[[0.5, 0.2], [0.1, 0.3]]], **NORMS}
 END_OF_ALL = END | {"excess_1": 0.2, "report": REPORT}
 WHOLE = {"status": "done", "reason": None, "curve": [END, END], "final": END_OF_ALL}
+LEFT_OUT = {
+    "metrics": "status reason curve final final.step curve.1.sink_1 final.report.alpha final.report.T"
+    " final.report.targets",
+    "config": "corpus recipe experiment seed corpus.sha256",
+}
 STRANGE = [
-    *[
-        ("metrics", path, DROP)
-        for path in ("status", "reason", "curve", "final", "final.step", "curve.1.sink_1")
-    ],
-    *[
-        ("metrics", path, DROP)
-        for path in ("final.report.alpha", "final.report.T", "final.report.targets")
-    ],
+    *[(part, path, DROP) for part, paths in LEFT_OUT.items() for path in paths.split()],
     ("metrics", "status", "great"),
     ("metrics", "final", {}),
-    ("metrics", "final.sink_1", 999),
-    ("metrics", "final.sink_1", -1),
-    ("metrics", "final.sink_1", "77"),
-    ("metrics", "final.sink_1", None),
-    ("metrics", "final.sink_1", float("nan")),
-    ("metrics", "final.valid_loss", float("inf")),
-    ("metrics", "final.valid_loss", -0.1),
+    *[("metrics", "final.sink_1", value) for value in (999, -1, "77", None, math.nan)],
+    *[("metrics", "final.valid_loss", value) for value in (math.inf, -0.1)],
     ("metrics", "final.excess_1", 1.5),
     ("metrics", "curve.0.sink_1", 100.1),
     ("metrics", "curve", [1, 2]),
     ("metrics", "final.report.alpha", [[[0.5, 0.2], [0.1]]]),
     ("metrics", "final.report.alpha", [[[0.5, 0.2], [0.1, 1.3]]]),
     ("metrics", "final.report.alpha", []),
-    ("metrics", "final.report.hidden_norms", [[1.0, float("nan")]] * 2),
+    ("metrics", "final.report.hidden_norms", [[1.0, math.nan]] * 2),
     ("metrics", "final.report.hidden_norms", [[1.0, 1.0]] * 3),
-    *[
-        ("config", path, DROP)
-        for path in ("corpus", "recipe", "experiment", "seed", "corpus.sha256")
-    ],
     ("config", "seed", "0"),
     ("config", "experiment", "../../precious"),
     ("config", "model", []),
     ("config", "data", None),
     ("config", "model.attention.window", "wide"),
 ]
+
+
+def curve_of(value: float, blocks: int = 2) -> bytes:
+    """What alpha.safetensors holds, if all shares are one value."""
+    return save({"curve": torch.full((2, 1, blocks, 2), value).half()})
+
+
 RAW = {
     "a list": {"metrics": b"[]"},
     "null": {"metrics": b"null"},
@@ -404,13 +364,9 @@ RAW = {
     "no metrics": {"metrics": None},
     "no UTF-8": {"metrics": b"\xff\xfe"},
     "garbage as alpha": {"alpha.safetensors": b"garbage"},
-    "alpha above one": {"alpha.safetensors": save({"curve": torch.full((2, 1, 2, 2), 1.5).half()})},
-    "alpha of nan": {
-        "alpha.safetensors": save({"curve": torch.full((2, 1, 2, 2), torch.nan).half()})
-    },
-    "alpha of another model": {
-        "alpha.safetensors": save({"curve": torch.full((2, 1, 3, 2), 0.5).half()})
-    },
+    "alpha above one": {"alpha.safetensors": curve_of(1.5)},
+    "alpha of nan": {"alpha.safetensors": curve_of(math.nan)},
+    "alpha of another model": {"alpha.safetensors": curve_of(0.5, blocks=3)},
     "a file of another kind": {"thesis.txt": b"years of work"},
 }
 
@@ -438,9 +394,7 @@ def two(tmp_path):
 
 
 @pytest.mark.parametrize(("part", "path", "value"), STRANGE)
-def test_a_record_that_is_whole_and_not_of_ours_is_one_row_among_those_that_are(
-    two, tmp_path, part, path, value
-):
+def test_a_whole_record_that_is_not_of_ours_is_one_row_of_several(two, tmp_path, part, path, value):
     tamper(two, **{part: changed(json.loads((two / f"{part}.json").read_text()), path, value)})
     one_row_says_what_is_wrong(tmp_path)
 
@@ -503,20 +457,15 @@ def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_
         assert advice in su.record("k_bias", "smoke", 1, tmp_path).reason
 
 
-def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_save_space(
-    folder, tiny, tmp_path
-):
+def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"....")
     record = Runs(tmp_path).of(tiny).record()  # the numbers beside them are whole
-    with pytest.raises(
-        CorruptRecord,
-        match=r"record test/tiny/0: model\.safetensors is missing, truncated or changed",
-    ):
+    says = r"record test/tiny/0: model\.safetensors is missing, truncated or changed"
+    with pytest.raises(CorruptRecord, match=says):
         record.load_weights()
-    refuses(
-        r"model\.safetensors is missing, truncated", load_lm, folder, "cpu", kind=ModelUnavailable
-    )
+    with refused(r"model\.safetensors is missing, truncated", ModelUnavailable):
+        load_lm(folder, "cpu")
     path.unlink()
     assert Runs(tmp_path).of(tiny).record().weights is None
 
@@ -539,25 +488,18 @@ def test_a_field_that_came_after_a_record_counts_with_its_default(tmp_path):
     )
     assert upgrade(values) == record.config
     assert is_of(record, run)
-    for changes in (
-        {"gate": "head"},
-        {"attention": dataclasses.replace(run.model.attention, window=8)},
-    ):
-        assert not is_of(
-            record, dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
-        )
-    assert not is_of(record, dataclasses.replace(run, seed=1))
-    assert not is_of(dataclasses.replace(record, config={**record.config, "recipe": 1}), run)
+    for changes in ({"gate": "head"}, {"attention": replace(run.model.attention, window=8)}):
+        assert not is_of(record, replace(run, model=replace(run.model, **changes)))
+    assert not is_of(record, replace(run, seed=1))
+    assert not is_of(replace(record, config={**record.config, "recipe": 1}), run)
 
 
-def test_a_field_that_is_retired_changes_neither_what_a_record_is_of_nor_the_hash_of_its_config(
-    tmp_path,
-):
+def test_a_retired_field_changes_neither_what_a_record_is_of_nor_its_configs_hash(tmp_path):
     run, record = config("fixed_1", "smoke"), made_up(tmp_path, "fixed_1")
     assert "bos" not in record.config["data"]
     for value, current in ((False, True), (True, False)):
         values = upgrade(record.config | {"data": record.config["data"] | {"bos": value}})
-        assert is_of(dataclasses.replace(record, config=values), run) == current
+        assert is_of(replace(record, config=values), run) == current
     # what the fine-tunings of the study name their start by
     assert config_hash(config("fixed_1", "laptop")).startswith("ed45b225684cd4be")
     assert config("sft_softmax", "laptop", 1).start_sha256.startswith("1f6ad9568091e3ed")
@@ -573,40 +515,32 @@ def study(tmp_path_factory):
     for name in FEW:
         (root / "laptop" / name).mkdir(parents=True)
         for seed in (0, 1):
-            (root / "laptop" / name / str(seed)).symlink_to(
-                paths.RUNS / "laptop" / name / str(seed)
-            )
+            source = paths.RUNS / "laptop" / name / str(seed)
+            (root / "laptop" / name / str(seed)).symlink_to(source)
     return root
 
 
 def report_of(name: str, seed: int) -> dict:
-    return json.loads((paths.RUNS / "laptop" / name / str(seed) / "metrics.json").read_text())[
-        "final"
-    ]
+    path = paths.RUNS / "laptop" / name / str(seed) / "metrics.json"
+    return json.loads(path.read_text())["final"]
 
 
 def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(study):
     table = su.runs("laptop", study).set_index(["experiment", "seed"])
     assert len(table) == 2 * len(FEW) and (table.status == "done").all()
     row, final = table.loc[("k_bias", 1)], report_of("k_bias", 1)
-    assert (row.sink_1, row.sink_star, row.valid_loss) == (
-        final["sink_1"],
-        final["sink_star"],
-        final["valid_loss"],
-    )
+    for name in ("sink_1", "sink_star", "valid_loss"):
+        assert row[name] == final[name]
     uniform = sum(1 / i for i in range(1, 65)) / 64
     alpha = np.array(final["report"]["alpha"][0])
     assert row.block_1 == pytest.approx(((alpha[0] - uniform) / (1 - uniform)).mean())
     assert (row.block_1 + 3 * row.later_blocks) / 4 == pytest.approx(row.excess_1, abs=1e-4)
     assert row.element == max(block[0] for block in final["report"]["hidden_peaks"])
     by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
-    for name in (
-        "excess_1",
-        "excess_star",
-    ):  # also under a window, and where there is a key of its own
-        assert by_block[name].mean().tolist() == pytest.approx(
-            table[name].tolist(), abs=1e-5, nan_ok=True
-        )
+    # also under a window, and where there is a key of its own
+    for name in ("excess_1", "excess_star"):
+        expected = pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
+        assert by_block[name].mean().tolist() == expected
 
 
 def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
@@ -622,8 +556,3 @@ def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
     assert curve.valid_loss.tolist()[-1] == final["valid_loss"]
     seen_once = su.blocks("laptop", study).query("experiment == 'window_1_64'")
     assert np.isfinite(seen_once.excess_1).all()
-
-
-def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
-    assert su.runs("smoke", tmp_path).columns[:3].tolist() == ["preset", "experiment", "seed"]
-    refuses("preset must be one of", su.runs, "laptp")

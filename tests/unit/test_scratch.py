@@ -23,10 +23,8 @@ SCRATCH = (
 
 
 def cells_of(name):
-    return {
-        cell.id: cell.source
-        for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
-    }
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    return {cell.id: cell.source for cell in notebook.cells}
 
 
 @pytest.fixture
@@ -57,21 +55,17 @@ def test_each_suggestion_trains_and_becomes_a_film_and_its_answer_is_stored(page
 )
 def test_exercises_fail_before_their_solution_and_pass_with_it(page, name):
     source = cells_of(name)["exercises"]
-    records = {
-        "seed": [0] * 3,
-        "step": [0, 2100, 2400],
-        "sink_1": [0.0, 6.0, 9.0],
-        "valid_loss": [7.0, 3.1, 3.0],
-    }
+    records = {"seed": [0] * 3, "step": [0, 2100, 2400]}
+    records |= {"sink_1": [0.0, 6.0, 9.0], "valid_loss": [7.0, 3.1, 3.0]}
     space = vars(page) | {"torch": torch, "np": np, "pd": pd, "baseline": pd.DataFrame(records)}
     exercises = re.split(r"^\*\*\d\. ", source, flags=re.MULTILINE)[1:]
     assert len(exercises) >= 2
     for exercise in exercises:
         question, solution = exercise.split("<summary>Solution</summary>")
-        check, answer = (
-            re.search(r"```python\n(.*?)```", part, re.DOTALL).group(1)
-            for part in (question, solution)
-        )
+        codes = [
+            re.search(r"```python\n(.*?)```", part, re.DOTALL) for part in (question, solution)
+        ]
+        check, answer = (code.group(1) for code in codes)
         with pytest.raises(NameError):
             exec(check, space)
         exec(answer, space)

@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refuses, tokens
+from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refused, refuses, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
-from sinkutils.measuring.destinations import destinations, line_breaks
-from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import Tally, attention_shares
 
@@ -31,36 +31,35 @@ def test_alpha_star_maps_and_norms_are_those_of_the_dense_maps(name):
     dense, close = DenseMaps(model, ids), {"atol": 1e-6, "rtol": 0, "check_dtype": False}
     report = measure(model, ids, TARGETS, heads=((1, 0), (0, 1), (1, 0)), batch_size=3)
     assert report.alpha.shape == (3, 3, 2, 2)
-    torch.testing.assert_close(report.alpha, dense.alpha(TARGETS), **close)
+    assert_close(report.alpha, dense.alpha(TARGETS), **close)
     assert (report.star is not None) == bool(dense.star)
     if dense.star:
-        torch.testing.assert_close(report.star, dense.star_share(), **close)
+        assert_close(report.star, dense.star_share(), **close)
     for layer, head in ((1, 0), (0, 1)):
-        torch.testing.assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
+        assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
     first = int(model.config.sink_token)  # norms count positions from the first real token
     q, k, _ = (x[:, 0, first:] for x in dense.qkv[1])
-    torch.testing.assert_close(report.kept[1, 0].queries, q)
-    torch.testing.assert_close(report.kept[1, 0].keys, k)
+    assert_close(report.kept[1, 0].queries, q)
+    assert_close(report.kept[1, 0].keys, k)
     hidden = torch.stack([h[:, first:].norm(dim=-1).mean(dim=0) for h in dense.hidden])
-    torch.testing.assert_close(report.hidden_norms, hidden)
+    assert_close(report.hidden_norms, hidden)
     sizes = dense.hidden[1][:, first:].abs()
     peaks = sizes.amax(dim=-1) / sizes.flatten(1).median(dim=1).values[:, None]
-    torch.testing.assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
-    torch.testing.assert_close(
-        report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0)
-    )
+    assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
+    firsts = sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]
+    assert_close(report.first_elements[1], firsts.mean(dim=0))
+    assert_close(report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0))
     for part, norms in enumerate((report.query_norms, report.key_norms, report.value_norms)):
-        expected = torch.stack(
-            [layer[part][:, :, first:].norm(dim=-1).mean(dim=(0, 1)) for layer in dense.qkv]
-        )
-        torch.testing.assert_close(norms, expected)
+        each = [layer[part][:, :, first:].norm(dim=-1) for layer in dense.qkv]
+        expected = torch.stack([norm.mean(dim=(0, 1)) for norm in each])
+        assert_close(norms, expected)
     assert (report.before_norm_norms is None) == (norm != "post")
     if norm == "post":
         before = torch.stack([h.norm(dim=-1).mean(dim=0) for h in dense.before])
-        torch.testing.assert_close(report.before_norm_norms, before)
+        assert_close(report.before_norm_norms, before)
     single = measure(model, ids, TARGETS, batch_size=1)
-    torch.testing.assert_close(single.alpha, report.alpha)
-    torch.testing.assert_close(single.hidden_norms, report.hidden_norms)
+    assert_close(single.alpha, report.alpha)
+    assert_close(single.hidden_norms, report.hidden_norms)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_other_precisions_have_float32_reports_that_stay_close(name):
         assert (measure(model, ids, TARGETS).alpha - exact).abs().max() < 0.05
     double = measure(model.double(), ids, TARGETS)
     assert double.alpha.dtype == double.hidden_norms.dtype == torch.float32
-    torch.testing.assert_close(double.alpha, exact, atol=2e-5, rtol=1e-4)
+    assert_close(double.alpha, exact, atol=2e-5, rtol=1e-4)
     assert (measure(model.bfloat16(), ids, TARGETS).alpha - exact).abs().max() < 0.05
 
 
@@ -87,7 +86,7 @@ def test_large_unnormalised_scores_neither_overflow_nor_are_coarser_under_autoca
             found.append(attention_shares(q, k, v, spec, {}))
     assert torch.equal(*found) and (q @ k.mT).max() > 200
     expected = attend(q.double(), k.double(), v.double(), AttentionSpec(window=9))[1]
-    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-12)
+    assert_close(found[0], expected, rtol=0, atol=1e-12)
 
 
 def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_for():
@@ -113,9 +112,8 @@ def report_of(alpha: list) -> Report:
 def test_sink_thresholds_each_sequence_strictly_and_then_averages():
     # The mean of alpha over sequences is 0.31 in the first head and 0.25 in the second: 50 % would come out
     # if the mean were thresholded.
-    assert report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]]).sink(1, 0.3) == pytest.approx(
-        50.0
-    )
+    three = report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]])
+    assert three.sink(1, 0.3) == pytest.approx(50.0)
     assert report_of([[[0.9]], [[0.1]], [[0.1]]]).sink(1, 0.3) == pytest.approx(100 / 3)
     assert report_of([[[0.25]]]).sink(1, 0.25) == 0
 
@@ -126,16 +124,19 @@ def test_the_floor_is_that_of_uniform_attention_and_repeated_tokens_without_posi
     unequal = Report(torch.zeros(2, 1, 1, 1), (1,), (0.3,), torch.tensor([1, 2]), (0,))
     assert unequal.floor == pytest.approx((1 + 3 / 4) / 2)
     report = measure(own_model(position="nope"), torch.full((2, T), 7))
-    torch.testing.assert_close(report.alpha, torch.full_like(report.alpha, report.floor))
+    assert_close(report.alpha, torch.full_like(report.alpha, report.floor))
 
 
 def test_an_interval_is_over_texts_not_heads_at_95_percent():
-    two = report_of(
-        [[[0.9] * 50], [[0.1] * 50]]
-    )  # of two texts a draw has 0, 1 or 2 with a sink, in all heads
+    # of two texts a draw has 0, 1 or 2 with a sink, in all heads
+    two = report_of([[[0.9] * 50], [[0.1] * 50]])
     assert two.interval() == (0, 100)
     hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
     assert hundred.interval() == pytest.approx((40, 60), abs=1)
+    spread = report_of(
+        [[torch.linspace(0, 1, 97).roll(n)[:n].tolist() + [0] * (97 - n)] for n in range(97)]
+    )
+    assert spread.interval() == spread.interval()
 
 
 def test_questions_a_report_cannot_answer_are_clear_errors():
@@ -154,9 +155,8 @@ def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_unifor
         each = []
         for row, length in enumerate((T, 9, T)):
             u = sum(1 / i for i in range(k, length + 1)) / (length - k + 1)
-            each += [
-                (float(a) - u) / (1 - u) for a in report.alpha[row, TARGETS.index(k)].flatten()
-            ]
+            alphas = report.alpha[row, TARGETS.index(k)].flatten().tolist()
+            each += [(a - u) / (1 - u) for a in alphas]
         assert report.excess(k) == pytest.approx(sum(each) / len(each), abs=1e-6)
     assert report_of([[[1.0]]]).excess() == 1
     assert report_of([[[uniform_alpha(64)]]]).excess() == pytest.approx(0, abs=1e-7)
@@ -181,54 +181,58 @@ def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(na
 def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(name):
     mask = torch.ones(3, T, dtype=torch.long)
     mask[0, :3] = 0
-    live = measure(
-        build(name), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True
-    )
+    options = {"attention_mask": mask, "name": "tiny", "bos": True}
+    live = measure(build(name), tokens(), TARGETS, (0.3, 0.22), **options)
     summary = json.loads(json.dumps(live.to_dict(), allow_nan=False))
     for k in (*TARGETS, *(["star"] if live.star is not None else [])):
         sink = summary["sink_star"] if k == "star" else summary["sink"][str(k)]
         assert summary["excess"][str(k)] == pytest.approx(live.excess(k), abs=1e-5)
         for eps in (0.05, 0.2, 0.22, 0.3, 0.4):
             assert sink[str(eps)] == pytest.approx(live.sink(k, eps), abs=1e-5)
-        assert summary["interval"][str(k)]["0.22"] == pytest.approx(
-            live.interval(k, 0.22), abs=1e-5
-        )
-    for name, values in (
+        ends = summary["interval"][str(k)]["0.22"]
+        assert ends == pytest.approx(live.interval(k, 0.22), abs=1e-5)
+    pairs = (
         ("alpha", live.alpha.mean(0)),
         ("alpha_star", live.star),
         ("hidden_norms", live.hidden_norms),
-    ):
+    )
+    for name, values in pairs:
         if values is not None:
             values = values.mean(0) if name == "alpha_star" else values
-            torch.testing.assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
-    assert (summary["T"], summary["samples"], summary["lengths"], summary["bos"]) == (
-        T,
-        3,
-        [17, T, T],
-        True,
-    )
+            assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
+    assert (summary["T"], summary["samples"], summary["bos"]) == (T, 3, True)
+    assert summary["lengths"] == [17, T, T]
     if live.windows:
         visible = torch.tensor(summary["visible_alpha"]["2"])
-        torch.testing.assert_close(visible, live.visible_alpha(2).mean(dim=0), atol=1e-5, rtol=0)
+        assert_close(visible, live.visible_alpha(2).mean(dim=0), atol=1e-5, rtol=0)
         assert tuple(summary["windows"]) == live.windows
-    for said in (
-        "tiny",
-        "T = 17..20",
-        "n = 3",
-        "BOS first: yes",
-        "eps=0.22",
-        "eps=0.3",
-        f"{live.floor:.3f}",
-    ):
+    shown = ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3")
+    for said in (*shown, f"{live.floor:.3f}", f"{live.sink(1, 0.22):.2f} % ["):
         assert said in str(live)
+    assert ("\n*" in str(live)) == (live.star is not None)
+
+
+def test_the_summary_of_a_report_has_its_numbers_by_their_names():
+    report = measure(build("k_bias"), tokens(), (1, 2), (0.22, 0.3))
+    first, later = report.excess_by_layer()
+    block, dimension = (report.first_elements == report.first_elements.max()).nonzero()[0]
+    ratios = norm_ratio(report.value_norms)
+    assert report.summary() == pytest.approx(
+        {
+            "sink_1": report.sink(1, 0.22), "block_1": first, "later_blocks": later,
+            "element": float(report.first_elements.max()), "element_block": int(block) + 1,
+            "element_dimension": int(dimension), "value_ratio": min(ratios),
+        }
+    )  # fmt: skip
+    assert report.sink_star(0.22) == report.sink("star", 0.22) != report.sink("star", 0.05)
+    bare = measure(own_model(num_layers=1), tokens(length=2), norms=False)
+    assert [*bare.summary()] == ["sink_1", "block_1"]
+    assert "value_ratio" in measure(build("default"), tokens(length=2)).summary()
 
 
 def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
-    assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [
-        3.0,
-        1.0,
-        9.0,
-    ]
+    norms = torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])
+    assert norm_ratio(norms) == [3.0, 1.0, 9.0]
     assert norm_ratio([[1.0, 2.0]]) == [0.5]
     refuses("at least two positions", norm_ratio, [[1.0]])
 
@@ -241,9 +245,8 @@ def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
     handle = model.blocks[1].attention.register_forward_hook(
         lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
     )
-    torch.nn.functional.cross_entropy(
-        model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
-    ).backward()
+    logits = model(ids[:, :-1]).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
     handle.remove()
     expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
     assert found[1] == pytest.approx(expected.tolist(), rel=1e-3)
@@ -273,9 +276,8 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
 
 
 def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
-    words = {
-        text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))
-    }
+    texts = ("\n", "\n\n  ", "a\n", " ", "a", " \n", "")
+    words = {text: number for number, text in enumerate(texts)}
     assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
 
 
@@ -283,11 +285,5 @@ def test_layers_with_different_numbers_of_heads_are_refused():
     tally = Tally((1,), 4, norms=False)
     for layer, heads in enumerate((2, 3)):
         tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
-    refuses(
-        "different numbers of heads",
-        tally.report,
-        None,
-        torch.tensor([0]),
-        torch.tensor([4]),
-        (0.3,),
-    )
+    with refused("different numbers of heads"):
+        tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))

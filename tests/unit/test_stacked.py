@@ -1,11 +1,11 @@
 """Stacked runs are the single runs: losses, gradients, clipping, records."""
 
-import dataclasses
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import CPU, refuses
+from torch.testing import assert_close
 
 from sinkutils import AttentionSpec
 from sinkutils.study.config import RunConfig
@@ -37,10 +37,10 @@ def variant(tiny: RunConfig, name: str, seed: int, **train) -> RunConfig:
     """A tiny run with what a variant changes, in fp32."""
     change = VARIANTS[name]
     attention = AttentionSpec(**change.get("attention", {}))
-    model = dataclasses.replace(tiny.model, attention=attention, **change.get("model", {}))
-    data = dataclasses.replace(tiny.data, **change.get("data", {}))
-    train = dataclasses.replace(tiny.train, precision="fp32", steps=STEPS, **train)
-    return dataclasses.replace(tiny, seed=seed, model=model, data=data, train=train)
+    model = replace(tiny.model, attention=attention, **change.get("model", {}))
+    data = replace(tiny.data, **change.get("data", {}))
+    train = replace(tiny.train, precision="fp32", steps=STEPS, **train)
+    return replace(tiny, seed=seed, model=model, data=data, train=train)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -56,17 +56,15 @@ def test_stacked_runs_have_the_losses_gradients_and_weights_of_single_runs(name,
     stack.losses(batch).sum().backward()
     for number, (alone, stacked) in enumerate(zip(single, stack.runs, strict=True)):
         for index in (0, 1):  # loss, gradient norm
-            expected, got = (
-                torch.stack([step[index] for step in run.passed]) for run in (alone, stacked)
-            )
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            both = [torch.stack([step[index] for step in run.passed]) for run in (alone, stacked)]
+            expected, got = both
+            assert_close(got, expected, rtol=1e-5, atol=1e-5)
         next_token_loss(alone.model, batch[number], alone.unscored).backward()
         for key, parameter in alone.model.named_parameters():
             gradient = stack.parameters[key].grad[number]
             # In both, rounding differs by the processor's instructions: 2e-5 without AVX2.
-            close = partial(torch.testing.assert_close, rtol=1e-4, atol=5e-5)
-            close(gradient, parameter.grad)
-            close(stacked.model.get_parameter(key), parameter)
+            assert_close(gradient, parameter.grad, rtol=1e-4, atol=5e-5)
+            assert_close(stacked.model.get_parameter(key), parameter, rtol=1e-4, atol=5e-5)
     assert len({float(run.passed[-1][0]) for run in stack.runs}) == len(configs)
 
 
@@ -77,12 +75,11 @@ def test_the_gradient_of_each_model_is_clipped_by_its_own_norm():
         parameter.grad[1] = 1e6
     small = [parameter.grad[0].clone() for parameter in stacked]
     norms = clip_each(stacked, most=1.0)
-    torch.testing.assert_close(norms, torch.tensor([0.01, 1e6]) * 17**0.5)
+    assert_close(norms, torch.tensor([0.01, 1e6]) * 17**0.5)
     for parameter, before in zip(stacked, small, strict=True):
         assert torch.equal(parameter.grad[0], before)
-    assert torch.cat(
-        [parameter.grad[1].flatten() for parameter in stacked]
-    ).norm() == pytest.approx(1.0)
+    clipped = torch.cat([parameter.grad[1].flatten() for parameter in stacked])
+    assert clipped.norm() == pytest.approx(1.0)
 
 
 def test_a_model_whose_gradient_is_huge_leaves_the_others_as_they_are(tiny, corpus):
@@ -95,7 +92,7 @@ def test_a_model_whose_gradient_is_huge_leaves_the_others_as_they_are(tiny, corp
         wild.advance()
     assert wild.runs[1].passed[0][1] > 100 * calm.runs[1].passed[0][1]
     for parameter, same in zip(wild.parameters.values(), calm.parameters.values(), strict=True):
-        torch.testing.assert_close(parameter[0], same[0], rtol=0, atol=1e-7)
+        assert_close(parameter[0], same[0], rtol=0, atol=1e-7)
 
 
 def test_records_of_stacked_runs_are_those_of_single_runs(tiny, corpus, tmp_path):
@@ -105,16 +102,15 @@ def test_records_of_stacked_runs_are_those_of_single_runs(tiny, corpus, tmp_path
     )
     assert [record.seed for record in records] == [0, 1]
     for config, record in zip(configs, records, strict=True):
-        alone = train(
-            config, tmp_path / "single", corpus=corpus, device="cpu", compile=False, progress=False
-        )
+        options = {"corpus": corpus, "device": "cpu", "compile": False, "progress": False}
+        alone = train(config, tmp_path / "single", **options)
         assert record.config == alone.config
         assert record.provenance["stacked"] == 2
         assert record.metrics.keys() == alone.metrics.keys()
         assert record.metrics["final"].keys() == alone.metrics["final"].keys()
         for point, expected in zip(record.metrics["curve"], alone.metrics["curve"], strict=True):
             assert point["valid_loss"] == pytest.approx(expected["valid_loss"], abs=2e-4)
-        torch.testing.assert_close(record.arrays["curve"], alone.arrays["curve"], rtol=0, atol=2e-3)
+        assert_close(record.arrays["curve"], alone.arrays["curve"], rtol=0, atol=2e-3)
         assert record.weights is not None
     assert not list((tmp_path / "stacked").rglob("*.partial"))
 

@@ -8,26 +8,24 @@ import any_first_token
 import pytest
 import recall
 import torch
-from helpers import own_model, refuses, tokens
+from helpers import own_model, refused, refuses, tokens
 from open_lms import rounded
 from small_models import build, eager_maps
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 import sinkutils
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import Subject
 from sinkutils.measuring.surgery import edit, hide, set_back, stream, transplant, untouched
-from sinkutils.model.attention import AttentionSpec, attend
-from sinkutils.model.positions import rotate
+from sinkutils.model.attention import AttentionSpec, attend, rotate
 
 # What makes three blocks of a family
+MIXED = ["full_attention", "sliding_attention"]
 FAMILIES = {
     **{family: {"num_hidden_layers": 3} for family in ("llama", "gpt_neox", "opt", "mistral")},
     "gpt2": {"n_layer": 3},
-    "gemma3_text": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", *MIXED]},
 }
 LENGTH = 12
 PLACES = ("block", "query", "key", "value", "neurons")
@@ -58,10 +56,9 @@ def plain_losses(model, ids, **options):
 
 def test_untouched_is_what_measure_and_a_forward_pass_say(model, ids):
     found = untouched(model, ids)
-    torch.testing.assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        found.report.alpha, measure(model, ids, targets=(1, 2)).alpha, atol=1e-5, rtol=1e-4
-    )
+    assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
+    alpha = measure(model, ids, targets=(1, 2)).alpha
+    assert_close(found.report.alpha, alpha, atol=1e-5, rtol=1e-4)
 
 
 def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model, ids):
@@ -69,17 +66,11 @@ def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model
     donors = torch.cat([torch.full((4, 1), token), ids[:4, :5]], dim=1)
     found = transplant(model, ids, donors)
     longer = torch.cat([torch.full((len(ids), 1), token), ids], dim=1)
-    torch.testing.assert_close(
-        found.losses, plain_losses(model, longer)[:, 1:], atol=1e-4, rtol=1e-4
-    )
+    assert_close(found.losses, plain_losses(model, longer)[:, 1:], atol=1e-4, rtol=1e-4)
     model.set_attn_implementation("eager")
     maps = torch.stack(eager_maps(model, longer), dim=1)  # (B, L, H, T + 1, T + 1)
-    torch.testing.assert_close(
-        found.report.star, maps[..., 1:, 0].mean(dim=-1), atol=1e-5, rtol=1e-4
-    )
-    torch.testing.assert_close(
-        found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4
-    )
+    assert_close(found.report.star, maps[..., 1:, 0].mean(dim=-1), atol=1e-5, rtol=1e-4)
+    assert_close(found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4)
 
 
 def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, ids):
@@ -90,28 +81,27 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, i
         k, v = (x.mean(dim=0).expand(len(ids), -1, -1, -1) for x in (layer.keys, layer.values))
         cache.update(k, v, index)
     expected = plain_losses(model, ids, past_key_values=cache)
-    torch.testing.assert_close(transplant(model, ids, ids).losses, expected, atol=1e-4, rtol=1e-4)
+    assert_close(transplant(model, ids, ids).losses, expected, atol=1e-4, rtol=1e-4)
     same = transplant(model, ids, ids, zero_values_from=3)
-    torch.testing.assert_close(same.losses, transplant(model, ids, ids).losses)
+    assert_close(same.losses, transplant(model, ids, ids).losses)
     losses = [transplant(model, ids, ids, zero_values_from=layer).losses for layer in (0, 1, 2)]
-    assert all(
-        (x - y).abs().max() > 1e-4 for x, y in zip(losses, [*losses[1:], same.losses], strict=True)
-    )
+    for x, y in zip(losses, [*losses[1:], same.losses], strict=True):
+        assert (x - y).abs().max() > 1e-4
 
 
 def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
-    torch.testing.assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids).losses)
+    assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids).losses)
     other = another_first(ids)
     # Three layers of windows of three keys see six tokens back, unless x_1 is kept.
     plain, changed = (stream(model, x, 3).losses for x in (ids, other))
-    torch.testing.assert_close(plain[:, 7:], changed[:, 7:], atol=1e-5, rtol=1e-5)
+    assert_close(plain[:, 7:], changed[:, 7:], atol=1e-5, rtol=1e-5)
     assert (plain[:, :7] - changed[:, :7]).abs().max() > 1e-3
     if getattr(model.config, "sliding_window", None) is None:
         kept = [stream(model, x, 2, sinks=1).losses for x in (ids, other)]
         assert (kept[0] - kept[1])[:, 7:].abs().max() > 1e-4
         second = torch.cat([ids[:, :1], another_first(ids[:, 1:])], dim=1)  # x_2 is not kept
         again = stream(model, second, 2, sinks=1).losses
-        torch.testing.assert_close(again[:, 7:], kept[0][:, 7:], atol=1e-5, rtol=1e-5)
+        assert_close(again[:, 7:], kept[0][:, 7:], atol=1e-5, rtol=1e-5)
 
 
 def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
@@ -129,22 +119,18 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     handle.remove()
     h, *_, edited = (x for x in seen if x.shape[:2] == ids.shape)  # of the first pass and the last
     over = h[:, 0].abs() / h.abs().flatten(1).median(dim=1).values[:, None]
-    torch.testing.assert_close(sizes[1], over.mean(dim=0))
-    torch.testing.assert_close(edited[:, 0, [4, 9]], h[:, 1:, [4, 9]].mean(dim=1))
+    assert_close(sizes[1], over.mean(dim=0))
+    assert_close(edited[:, 0, [4, 9]], h[:, 1:, [4, 9]].mean(dim=1))
     changed = (edited != h).any(dim=0)
     assert set(map(tuple, changed.nonzero().tolist())) == {(0, 4), (0, 9)}
     assert (found.losses - plain.losses).abs().max() > 1e-4
-    torch.testing.assert_close(found.report.alpha[:, :, :2], plain.report.alpha[:, :, :2])
+    assert_close(found.report.alpha[:, :, :2], plain.report.alpha[:, :, :2])
     largest = sizes[1].topk(2).indices.tolist()
-    torch.testing.assert_close(
-        set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses
-    )
+    assert_close(set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses)
 
 
 @pytest.mark.parametrize("first_exact", [False, True])
-def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
-    model, ids, first_exact
-):
+def test_rounded_keys_and_values_are_those_of_their_texts_nearest_levels(model, ids, first_exact):
     class Rounded(DynamicCache):
         def update(self, key_states, value_states, *args, **kwargs):
             for text in (*key_states, *value_states):  # (H_kv, T, D)
@@ -156,33 +142,22 @@ def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
     model.set_attn_implementation("eager")
     expected = plain_losses(model, ids, past_key_values=Rounded(config=model.config))
     found = rounded(model, ids, 3, first_exact=first_exact).losses
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    refuses(
-        "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
-        hide,
-        own_model(),
-        ids,
-    )
-    refuses(
-        "BloomForCausalLM has attention outside transformers' interface", hide, build("bloom"), ids
-    )
-    with pytest.raises(
-        ValueError, match="needs a TransformerLM or a causal LM of transformers, got LlamaModel"
+    with refused(
+        "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit"
     ):
+        hide(own_model(), ids)
+    with refused("BloomForCausalLM has attention outside transformers' interface"):
+        hide(build("bloom"), ids)
+    with refused("needs a TransformerLM or a causal LM of transformers, got LlamaModel"):
         untouched(build("llama").model, ids)
     refuses(r"block must be in 0\.\.1, got 3", set_back, build("llama"), ids, 3, (0,))
     for dimension in (-1, 999):
-        refuses(
-            f"dimension must be in 0..31, got {dimension}",
-            set_back,
-            build("llama"),
-            ids,
-            0,
-            (dimension,),
-        )
+        with refused(f"dimension must be in 0..31, got {dimension}"):
+            set_back(build("llama"), ids, 0, (dimension,))
 
 
 # --- edit, on models of ours against the equations, written out here
@@ -228,12 +203,10 @@ def test_an_edited_model_of_ours_computes_its_equations_with_the_change(place, l
     found = edit(ours, ids, place, shrink_the_third, layers)
     log_p = logits.log_softmax(dim=-1)
     expected = -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
+    assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(found.predicted, logits[:, :-1].argmax(dim=-1))
     first = maps[..., int(bias == "k")]  # k* stands before the first token's key
-    torch.testing.assert_close(
-        found.report.alpha[:, 0], first.mean(dim=-1).float(), atol=1e-4, rtol=1e-4
-    )
+    assert_close(found.report.alpha[:, 0], first.mean(dim=-1).float(), atol=1e-4, rtol=1e-4)
     assert (logits - plain).abs().max() > 1e-3
     with torch.no_grad():
         assert torch.equal(ours(ids), own_like(ours)(ids))
@@ -253,9 +226,8 @@ def test_setting_back_a_model_of_ours_is_the_edit_that_it_says():
         h[:, 0, [1, 5]] = h[:, 1:, [1, 5]].mean(dim=1)
         return h
 
-    torch.testing.assert_close(
-        set_back(ours, ids, 0, (1, 5)).losses, edit(ours, ids, "block", mean_of_others, [0]).losses
-    )
+    edited = edit(ours, ids, "block", mean_of_others, [0])
+    assert_close(set_back(ours, ids, 0, (1, 5)).losses, edited.losses)
     assert (set_back(ours, ids, 0, (1, 5)).losses - untouched(ours, ids).losses).abs().max() > 1e-4
 
 
@@ -269,9 +241,8 @@ def test_an_edited_model_of_transformers_computes_what_hooks_make_of_it(model, i
 
     found = edit(model, ids, place, third_to_zero, [1])
     if place == "block":
-        blocks = next(
-            m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3
-        )
+        lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+        blocks = next(m for m in lists if len(m) == 3)
 
         def hook(_, __, out):
             if torch.is_tensor(out):
@@ -287,7 +258,7 @@ def test_an_edited_model_of_transformers_computes_what_hooks_make_of_it(model, i
         handle = named[name].register_forward_hook(lambda _, __, out: third_to_zero(out.clone()))
     expected = plain_losses(model, ids)
     handle.remove()
-    torch.testing.assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
+    assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
     assert (found.losses - plain_losses(model, ids)).abs().max() > 1e-4
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -304,7 +275,7 @@ def test_a_silent_neuron_is_a_column_of_zeros(family, ids):
     found = edit(model, ids, "neurons", silence, [1])
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[:, 3] = 0
-    torch.testing.assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
+    assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -313,18 +284,16 @@ def test_a_key_hidden_late_is_seen_until_then(ids):
     model = build("llama")
     model.set_attn_implementation("sdpa")
     late, plain = hide(model, ids, since=8), untouched(model, ids)
-    torch.testing.assert_close(
-        late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5
-    )  # tokens 2..7
+    # tokens 2..7
+    assert_close(late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5)
     mask = torch.ones(LENGTH, LENGTH).tril().bool()
     mask[7:, 0] = False
-    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)[
-        None, None
-    ]
+    least = torch.finfo(torch.float32).min
+    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, least)[None, None]
     expected = plain_losses(model, ids, attention_mask=additive.expand(len(ids), -1, -1, -1))
-    torch.testing.assert_close(late.losses, expected, atol=1e-4, rtol=1e-4)
+    assert_close(late.losses, expected, atol=1e-4, rtol=1e-4)
     short = hide(model, ids, since=8, last=3)
-    torch.testing.assert_close(short.losses, late.losses[:, -3:])
+    assert_close(short.losses, late.losses[:, -3:])
     assert torch.equal(short.predicted, late.predicted[:, -3:])
 
 
@@ -336,10 +305,15 @@ def test_an_edit_that_has_no_place_or_no_layer_is_refused(ids):
     refuses("ids must be int64", untouched, ours, ids[0])
 
 
+def test_only_a_transplant_needs_a_position_more_than_the_text_has():
+    model, ids = build("gpt2"), tokens(1, 320)  # as many as its table has
+    untouched(model, ids)
+    refuses("321 positions, and the model has learned 320", transplant, model, ids, ids[:, :4])
+
+
 def test_surgery_is_public():
-    assert sinkutils.surgery.edit is edit and {"hide", "stream", "transplant", "set_back"} <= set(
-        dir(sinkutils.surgery)
-    )
+    assert sinkutils.surgery.edit is edit
+    assert {"hide", "stream", "transplant", "set_back"} <= set(dir(sinkutils.surgery))
     assert "surgery" in dir(sinkutils)
 
 
@@ -356,8 +330,8 @@ def test_the_first_token_attends_to_itself_alone_and_a_later_one_can_be_made_to(
         different = (after - before).abs().amax(dim=(0, 2)) > 1e-4  # by position
         assert different[place - 1 :].any() == changed and not different[: place - 1].any()
     alone = torch.stack([model(row[4:5][None])[0, 0] for row in ids])  # a text of this token
-    torch.testing.assert_close(after[:, 4], alone)
-    torch.testing.assert_close(model(ids), before)
+    assert_close(after[:, 4], alone)
+    assert_close(model(ids), before)
 
 
 # --- benchmarks/recall.py
@@ -374,9 +348,8 @@ class Words:
 def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
     filler = [0] * 300
     for depth in recall.DEPTHS:
-        ids, question, answer = recall.prompt(
-            Subject("", None, Words()), filler, depth, random.Random(3)
-        )
+        subject = Subject("", None, Words())
+        ids, question, answer = recall.prompt(subject, filler, depth, random.Random(3))
         text = bytes(ids).decode()
         number = text[-answer:]
         name = re.search(r"The number that (\w+) keeps is$", text[:-answer])[1]
@@ -389,10 +362,8 @@ def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
 @pytest.mark.parametrize(("per_token", "exact"), [(False, 0), (True, 0), (False, 1)])
 def test_inputs_in_8_bits_are_the_nearest_of_255_levels(per_token, exact):
     model = build("llama")
-    layer, x = (
-        model.model.layers[1].mlp.up_proj,
-        torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)),
-    )
+    layer = model.model.layers[1].mlp.up_proj
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     x[:, 0] *= 50
     expected = x.clone()
     for text in expected:
@@ -405,7 +376,7 @@ def test_inputs_in_8_bits_are_the_nearest_of_255_levels(per_token, exact):
     rounded_, logits = layer(x), model.lm_head(x)
     for handle in handles:
         handle.remove()
-    torch.testing.assert_close(rounded_, right, atol=1e-4, rtol=1e-4)
+    assert_close(rounded_, right, atol=1e-4, rtol=1e-4)
     assert (right - plain).abs().max() > 1e-3
     assert torch.equal(logits, model.lm_head(x)), "the unembedding is left alone"
 
@@ -420,5 +391,5 @@ def test_the_report_has_the_norms_of_what_was_changed(make):
 
     plain, changed = untouched(lm, ids).report, edit(lm, ids, "block", empty, [0]).report
     assert changed.hidden_norms[0, 0] == 0 and plain.hidden_norms[0, 0] > 0.1
-    torch.testing.assert_close(changed.hidden_norms[0, 1:], plain.hidden_norms[0, 1:])
+    assert_close(changed.hidden_norms[0, 1:], plain.hidden_norms[0, 1:])
     assert changed.value_norms[1, 0] == 0 and plain.value_norms[1, 0] > 0.1

@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import interrupted, made_up, refuses
+from helpers import interrupted, made_up, refused, refuses
 
 from sinkutils import config, load_corpus, paths, train
 from sinkutils.__main__ import main
@@ -25,10 +25,10 @@ from sinkutils.commands import parser
 from sinkutils.study import record as records_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.store import Runs
-from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
+from sinkutils.training import trainer
 from sinkutils.training.run import Run
-from sinkutils.training.sweep import Job, devices, engine, estimate, run_one, sweep
+from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +73,7 @@ def of_smoke(*only, **options):
     return sweep("smoke", seeds=(0,), only=only or ONLY, progress=False, **options)
 
 
-def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_estimate_falls_to_nothing(
-    quick, runs
-):
+def test_a_sweep_trains_what_is_missing_or_damaged_once_and_its_estimate_falls_to_0(quick, runs):
     before = {run.experiment: seconds for run, seconds in estimate("smoke", (0,))}
     assert before["lr_half_steps_x2"] == pytest.approx(2 * before["lr_half"])
     assert {(o.experiment, o.status) for o in of_smoke()} == {(name, "done") for name in ONLY}
@@ -93,10 +91,8 @@ def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_est
 
 def test_a_failing_run_stops_no_other(quick, runs):
     ended = {outcome.experiment: outcome for outcome in of_smoke("v_bias", "fixed_1")}
-    assert {name: outcome.status for name, outcome in ended.items()} == {
-        "v_bias": "crashed",
-        "fixed_1": "done",
-    }
+    assert ended["v_bias"].status == "crashed"
+    assert ended["fixed_1"].status == "done"
     assert "the machine went away" in ended["v_bias"].detail
 
 
@@ -116,20 +112,14 @@ def test_a_run_that_another_process_has_is_waited_for_and_trained_here_if_that_l
                 made_up(runs, "k_bias")
             held.close()
 
-    monkeypatch.setattr(
-        sweep_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    )
-    ended = {
-        outcome.experiment: (outcome.status, outcome.detail)
-        for outcome in of_smoke("k_bias", "fixed_1")
-    }
-    assert ended == {
-        "k_bias": ("done", "by another process" if recorded else ""),
-        "fixed_1": ("done", ""),
-    }
-    assert (
-        capsys.readouterr().err.count("k_bias seed 0: waiting for the process that trains it") == 1
-    )
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(sweep_module, "time", clock)
+    outcomes = of_smoke("k_bias", "fixed_1")
+    ended = {outcome.experiment: (outcome.status, outcome.detail) for outcome in outcomes}
+    assert ended["k_bias"] == ("done", "by another process" if recorded else "")
+    assert ended["fixed_1"] == ("done", "")
+    says = "k_bias seed 0: waiting for the process that trains it"
+    assert capsys.readouterr().err.count(says) == 1
     assert len(naps) >= 3 and other.record()
 
 
@@ -145,23 +135,16 @@ def test_a_fine_tuning_whose_start_another_process_trains_waits_for_it(quick, ru
         if len(naps) == 3:
             raise Waited
 
-    monkeypatch.setattr(
-        sweep_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    )
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(sweep_module, "time", clock)
     with start.lock(), pytest.raises(Waited):
         of_smoke("sft_softmax")
 
 
-def test_another_text_is_found_first_and_has_records_of_its_own(
-    quick, runs, tmp_path, text_folder, monkeypatch
-):
+def test_another_text_has_records_of_its_own(quick, runs, tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    refuses(
-        "no such folder or file",
-        of_smoke,
-        corpus=f"path:{tmp_path}/nowhere",
-        kind=FileNotFoundError,
-    )
+    with refused("no such folder or file", FileNotFoundError):
+        of_smoke(corpus=f"path:{tmp_path}/nowhere")
     monkeypatch.chdir(text_folder.parent)
     (outcome,) = of_smoke("k_bias", corpus=f"path:{text_folder.name}")
     assert outcome.status == "done"
@@ -172,10 +155,8 @@ def test_another_text_is_found_first_and_has_records_of_its_own(
 def result(folder):
     """The files of a record that training it again has to give again."""
     read_record(folder)
-    return [
-        (folder / name).read_bytes()
-        for name in ("config.json", "metrics.json", "alpha.safetensors")
-    ]
+    names = ("config.json", "metrics.json", "alpha.safetensors")
+    return [(folder / name).read_bytes() for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +167,8 @@ def undisturbed(text_folder, tmp_path_factory):
         patch.setenv("SINKUTILS_CACHE", str(folder / "cache"))
         runs = [config("k_bias", "smoke", seed) for seed in range(3)]
         with pytest.warns(UserWarning, match="in place of 'docstrings'"):
-            records = [
-                train(run, folder, corpus=f"path:{text_folder}", progress=False) for run in runs
-            ]
+            text = f"path:{text_folder}"
+            records = [train(run, folder, corpus=text, progress=False) for run in runs]
     return folder / "cache", [result(record.folder) for record in records]
 
 
@@ -234,9 +214,8 @@ def command(undisturbed, text_folder, runs, monkeypatch):
     def make(seeds):
         command = Command(seeds, text_folder, runs)
         monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
-        monkeypatch.setattr(
-            sweep_module, "subprocess", SimpleNamespace(Popen=command.train, STDOUT=None)
-        )
+        processes = SimpleNamespace(Popen=command.train, STDOUT=None)
+        monkeypatch.setattr(sweep_module, "subprocess", processes)
         monkeypatch.setattr(Run, "advance", lambda run, forward: command.advance(run, forward))
         return command
 
@@ -250,7 +229,7 @@ FULL = {  # the file for which there is no room: how it is called, and the step 
 
 
 @pytest.mark.parametrize("file", FULL)
-def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
+def test_a_full_disk_stops_no_other_run_and_goes_on(
     file, command, undisturbed, monkeypatch, capsys
 ):
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
@@ -263,7 +242,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(records_module, "write_synced", write)
-        patch.setattr(checkpoints, "write_synced", write)
+        patch.setattr(trainer, "write_synced", write)
         assert sweep.status() == 1
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
@@ -277,40 +256,26 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
     assert sweep.results(0, 1) == expected[:2]
 
 
-def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(
-    command, monkeypatch, capsys
-):
+def test_a_run_whose_log_had_no_room_says_that_the_disk_is_full(command, monkeypatch, capsys):
     sweep = command(1)
     monkeypatch.setattr(sweep_module.subprocess, "Popen", lambda *_, **options: ended(1))
-    for free, said in (
-        (0, "the disk is full: free some space and run the same command again; "),
-        (2**30, ""),
-    ):
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free)
-        )
+    full = "the disk is full: free some space and run the same command again; "
+    for free, said in ((0, full), (2**30, "")):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, usage=usage: usage)
         assert sweep.status() == 1
-        assert (
-            f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log"
-            in capsys.readouterr().out
-        )
+        says = f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log"
+        assert says in capsys.readouterr().out
 
 
-def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_and_stops_no_other(
-    command, undisturbed, capsys
-):
+def test_a_damaged_checkpoint_is_trained_again_and_stops_no_other(command, undisturbed, capsys):
     sweep, (_, expected) = command(3), undisturbed
     with interrupted(50):
         assert sweep.status() == 1
-    assert (
-        capsys.readouterr().out.count(
-            "crashed  exit status 130; stopped; run the same command again"
-        )
-        == 3
-    )
-    flipped, cut, _ = (
-        sweep.folder(seed).with_name(f"{seed}.partial") / "checkpoint.pt" for seed in range(3)
-    )
+    says = "crashed  exit status 130; stopped; run the same command again"
+    assert capsys.readouterr().out.count(says) == 3
+    partial = [sweep.folder(seed).with_name(f"{seed}.partial") for seed in range(3)]
+    flipped, cut, _ = (folder / "checkpoint.pt" for folder in partial)
     blob = flipped.read_bytes()
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -357,9 +322,7 @@ def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
     refuses("local, slurm, ray", engine, "abacus", 1, tmp_path)
 
 
-def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_leaves_no_queue(
-    monkeypatch, runs, gpus
-):
+def test_runs_hold_different_gpus_and_an_interrupt_leaves_no_queue(monkeypatch, runs, gpus):
     gpus(2)
     running, seen, interrupted = set(), [], []
 
@@ -410,12 +373,8 @@ def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep_module, "load_corpus", lambda *_, **__: text)
     of_smoke("k_bias", runs=tmp_path, corpus="packed:/a/text", device="cpu", checkpoint_seconds=5.0)
     given = parser().parse_args(["train", *asked[0]])
-    assert (given.experiment, given.preset, given.seed, given.runs) == (
-        "k_bias",
-        "smoke",
-        0,
-        tmp_path,
-    )
+    assert (given.experiment, given.preset) == ("k_bias", "smoke")
+    assert (given.seed, given.runs) == (0, tmp_path)
     assert (given.corpus, given.device, given.checkpoint_seconds) == ("packed:/a/text", "cpu", 5.0)
 
 
@@ -427,9 +386,8 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
     ray.cluster_resources.return_value = {"CPU": 2.0, "GPU": 1.0}
     engine("slurm", 1, tmp_path, gpu)
     engine("ray", 1, tmp_path, gpu)(())
-    assert (
-        slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs["gpus_per_node"] == gpu
-    )
+    parameters = slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs
+    assert parameters["gpus_per_node"] == gpu
     assert ray.remote.call_args.kwargs["num_gpus"] == gpu
     ray.cluster_resources.return_value = {"CPU": 2.0}
     if gpu:
@@ -443,36 +401,19 @@ def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, ca
     assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
 
 
-def test_a_job_knows_its_step_by_its_log(tmp_path):
-    log = tmp_path / "k_bias-0.log"
-    job = Job(Runs(tmp_path).of(config("k_bias", "smoke")), "cpu", log, None)
-    assert job.steps() == 0
-    earlier, other = "k_bias seed 0: 9%| | 9/60 [00:0", "instructions: 50%| | 84/168 [00:01<00:01]"
-    log.write_text(f"{earlier}\r{other}\rk_bias seed 0:  25%|##  | 15/60 [00:01<00:03]\r{other}")
-    assert job.steps() == 15
-
-
-def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(
-    runs, tmp_path, text_folder, monkeypatch
-):
+def test_a_local_ray_trains_and_refuses_a_gpu_it_has_not(runs, tmp_path, text_folder, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     load_corpus(f"path:{text_folder}", 512)
     try:
         refuses("the Ray cluster has none", engine, "ray", 2, tmp_path, gpu=True)
-        options = {
-            "corpus": f"path:{text_folder}",
-            "jobs": 2,
-            "engine_name": "ray",
-            "progress": False,
-        }
+        options = {"jobs": 2, "engine_name": "ray", "progress": False}
+        options["corpus"] = f"path:{text_folder}"
         outcomes = sweep("smoke", seeds=(0,), only=("fixed_1", "k_bias"), **options)
     finally:
         ray.shutdown()
-    assert {(outcome.experiment, outcome.status) for outcome in outcomes} == {
-        ("fixed_1", "done"),
-        ("k_bias", "done"),
-    }
+    ended = {(outcome.experiment, outcome.status) for outcome in outcomes}
+    assert ended == {("fixed_1", "done"), ("k_bias", "done")}
 
 
 def wait_until(condition, seconds=60):
@@ -492,36 +433,17 @@ def gone(pid) -> bool:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_a_sweep_that_is_stopped_leaves_no_worker_and_says_so(
-    undisturbed, text_folder, tmp_path, number, status
-):
+def test_a_stopped_sweep_leaves_no_worker(undisturbed, text_folder, tmp_path, number, status):
     """Only the sweep's own process is told, as by kill, timeout or Slurm."""
-    environment = os.environ | {
-        "SINKUTILS_CACHE": str(undisturbed[0]),
-        "PYTHONPATH": str(paths.ROOT),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "sinkutils",
-        "sweep",
-        "--preset",
-        "smoke",
-        "--only",
-        "k_bias",
-        "--jobs",
-        "2",
-    ]
+    environment = {"SINKUTILS_CACHE": str(undisturbed[0]), "PYTHONPATH": str(paths.ROOT)}
+    environment = os.environ | environment
+    options = "sweep --preset smoke --only k_bias --jobs 2".split()
+    command = [sys.executable, "-m", "sinkutils", *options]
     command += ["--seeds", "0", "1", "--runs", str(tmp_path), "--corpus", f"path:{text_folder}"]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Tests that run in the background have it ignored, and so would the sweep.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    streams = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # Tests that run in the background have it ignored, and so would the sweep.
+    streams["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, env=environment, **streams)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = []
     wait_until(lambda: len(list(tmp_path.glob("smoke@*/k_bias/*.partial/lock"))) == 2)
