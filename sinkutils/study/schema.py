@@ -125,16 +125,21 @@ def check_alpha(arrays: Mapping[str, Any], metrics: Metrics, model: Json) -> Non
 def _check_numbers(
     values: Mapping[str, Any], forms: Forms, needed: tuple[str, ...]
 ) -> dict[str, numpy.ndarray[Any, Any]]:
-    """The numbers of these forms as arrays, without those that may be left out and are."""
+    """Lists of numbers of these forms as arrays, without those that may be left out and are."""
     arrays = {}
     for depth, least, most, names in forms:
         for name in names:
             if not values.get(name) and name not in needed and values.get(name) != 0:
                 continue
-            array = numpy.array(values[name])
-            good = array.ndim == depth and array.dtype.kind in "if"
-            good = good and bool(numpy.isfinite(array).all())
-            good = good and bool(((least <= array) & (array <= most)).all())
+            value = values[name]
+            if depth == 0:  # a record has a hundred of these: an array of each would take long
+                good = type(value) in (int, float)
+                good = good and least <= value <= most and abs(value) < math.inf
+            else:
+                array = numpy.array(value)
+                good = array.ndim == depth and array.dtype.kind in "if"
+                good = good and bool(numpy.isfinite(array).all())
+                good = good and bool(((least <= array) & (array <= most)).all())
+                arrays[name] = array
             require(good, f"{name} is not {depth} lists deep, of numbers within {least} to {most}")
-            arrays[name] = array
     return arrays

@@ -62,8 +62,9 @@ def test_stacked_runs_have_the_losses_gradients_and_weights_of_single_runs(name,
         next_token_loss(alone.model, batch[number], alone.unscored).backward()
         for key, parameter in alone.model.named_parameters():
             gradient = stack.parameters[key].grad[number]
-            assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
-            assert_close(stacked.model.get_parameter(key), parameter, rtol=1e-4, atol=1e-5)
+            # In both, rounding differs by the processor's instructions: 2e-5 without AVX2.
+            assert_close(gradient, parameter.grad, rtol=1e-4, atol=5e-5)
+            assert_close(stacked.model.get_parameter(key), parameter, rtol=1e-4, atol=5e-5)
     assert len({float(run.passed[-1][0]) for run in stack.runs}) == len(configs)
 
 

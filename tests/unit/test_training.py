@@ -144,8 +144,10 @@ def test_a_step_is_the_optimizers_on_a_seeds_batch_clipped_at_its_rate(optimizer
         for part in written_out:
             part.param_groups[0]["lr"] = learning_rate(run.train, step)
             part.step()
+    # Muon multiplies in bfloat16, whose last digit turns where instructions round otherwise.
+    loose = {"rtol": 1e-3, "atol": 1e-4} if optimizer == "muon" else {}
     for a, b in zip(advanced(run, corpus, 5).model.parameters(), model.parameters(), strict=True):
-        assert_close(a, b)
+        assert_close(a, b, **loose)
 
 
 @torch.no_grad()
