@@ -22,7 +22,7 @@ from sinkutils.measuring import surgery
 from sinkutils.measuring.own import Subject, subject
 from sinkutils.training.trainer import train
 
-NAMES = ("weight_decay_0", "gate_head")
+NAMES = ("weight_decay_0", "gate_head", "softpick", "sigmoid_normalised")
 TEXTS, T = 32, 64
 SHUT = 0.1  # a gate below it lets hardly anything through
 
