@@ -29,9 +29,8 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
 def test_a_chunk_takes_one_token_more_than_its_inputs():
     def chunks(count):
         tokens = np.arange(count, dtype=np.uint16)
-        text = SimpleNamespace(
-            tokens=lambda split: tokens, name="made up", fix_id=2, first_text_id=3, vocab_size=300
-        )
+        text = SimpleNamespace(name="made up", fix_id=2, first_text_id=3, vocab_size=300)
+        text.tokens = lambda split: tokens
         return Chunks(text, "train", C, DataConfig())
 
     assert [len(chunks(n)) for n in (C + 1, 2 * C, 2 * C + 1)] == [1, 1, 2]
