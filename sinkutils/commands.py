@@ -297,8 +297,6 @@ def measure_options(command: Parser) -> None:
     add("--bos", action="store_true", help="put a BOS first (the paper does not)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
-    add("--revision", help="of a hub id, such as step1000 of Pythia")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -313,7 +311,7 @@ def measure_command(options: argparse.Namespace) -> None:
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
-    loading = chosen(options, "device", "dtype", "revision", "runs", "trust_remote_code")
+    loading = chosen(options, "device", "dtype", "runs")
     texts = read_texts(options.text) if options.text else None
     kinds = [None] if options.text else options.probe
     size = (options.n, options.length, options.seed)
@@ -363,11 +361,15 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.record import write_synced
+    from sinkutils.study.record import not_saved, write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it
         raise FileNotFoundError(f"-o {output}: there is no folder {output.parent}")
+    if output.is_dir():
+        raise IsADirectoryError(f"-o {output} is a folder: give a file, {output / 'report.html'}")
+    if options.beside == options.model:
+        raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
@@ -378,8 +380,12 @@ def report_command(options: argparse.Namespace) -> None:
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
     # Written beside and renamed, so that an older page stays until the new one is whole.
     unfinished = output.with_name(f".{output.name}.tmp")
-    write_synced(unfinished, page.encode())
-    os.replace(unfinished, output)
+    try:
+        write_synced(unfinished, page.encode())
+        os.replace(unfinished, output)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise not_saved(str(output), error) from error
     print(f"written: {output}")
 
 

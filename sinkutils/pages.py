@@ -65,13 +65,13 @@ def run_notebooks(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     failed: list[str] = []
-    kept: list[str] = []
 
     def execute(path: Path) -> None:
+        written = output and output / path.name
         try:
             done = papermill.execute_notebook(
                 path,
-                output and output / path.name,
+                written,
                 parameters,
                 kernel_name="python3",
                 cwd=NOTEBOOKS,
@@ -85,9 +85,7 @@ def run_notebooks(
             return
         if output is None:
             _refresh(path, done)
-        else:
-            tqdm.write(f"{path.stem} -> {output / path.name}")
-        kept.append(path.stem)
+        tqdm.write(f"{path.stem} -> {written or path}")
 
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
         running = [pool.submit(execute, path) for path in paths]
@@ -96,15 +94,10 @@ def run_notebooks(
                 future.result()
                 bar.update()
         except KeyboardInterrupt:
-            begun = [paths[i].stem for i, future in enumerate(running) if future.running()]
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in running):
                 end_kernels()
                 time.sleep(0.1)
-            ended = [name for name in begun if name not in kept]
-            place = "in place" if output is None else f"in {output}"
-            tqdm.write(f"whole {place}: {', '.join(sorted(kept)) or 'no notebook'}")
-            tqdm.write(f"ended before their last cell: {', '.join(ended) or 'none'}")
             raise
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)

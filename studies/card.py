@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 from card_out import add
 
-from sinkutils.data.cache import verified
+from sinkutils.data.corpus import verified
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.record import Record

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from sinkutils import LMConfig, paths
-from sinkutils.data.cache import verified, write_meta
-from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.corpus import Corpus, load_corpus, verified, write_meta
 from sinkutils.data.packing import DataConfig
 from sinkutils.study import experiments as presets
 from sinkutils.study.config import RunConfig, TrainConfig

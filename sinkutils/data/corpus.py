@@ -1,24 +1,33 @@
-"""Where text comes from: embedded, hub or local text as token files on disk, split by document."""
+"""Where text comes from: embedded, hub or local text as token files on disk, split by document.
+
+The files of a corpus are a folder of the cache: written whole or not at all, and checked when they
+are opened.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import lzma
+import os
 import platform
 import re
+import tarfile
+import tempfile
 import warnings
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from sinkutils.checks import choice, integer
+from sinkutils.checks import choice, first_line, integer, require
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, written_whole
 from sinkutils.data.embedded import split_fraction, text_digest
 from sinkutils.data.tokenizer import (
     SMALLEST_VOCABULARY,
@@ -37,8 +46,9 @@ BATCH_DOCUMENTS = 200  # tokenised at once
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
 STREAMED = "hub"  # the version of such a text, which nobody here can tell
 FORMAT = 5  # raised when the files or the way they are made change
+SPLITS = ("train", "valid", "probe")
 
-
+Meta = dict[str, Any]  # what meta.json of a folder says
 Identity = dict[str, str]  # what a record says of its text: name and sha256 (of text and tokenizer)
 
 
@@ -105,14 +115,14 @@ CORPORA = (
 def public_name(name: str) -> str:
     """The name of a corpus in caches and records: of path:<folder> the last part alone."""
     kind, _, rest = name.partition(":")
-    return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" else name
+    return f"path:{Path(os.path.expanduser(rest)).resolve().name}" if kind == "path" else name
 
 
 def located(name: str) -> str:
     """The name of a corpus that means the same from every folder: with the whole path."""
     kind, _, rest = name.partition(":")
     if kind in ("path", "packed") and rest:
-        return f"{kind}:{Path(rest).expanduser().absolute()}"
+        return f"{kind}:{Path(os.path.expanduser(rest)).absolute()}"
     return name
 
 
@@ -142,7 +152,8 @@ def load_corpus(
     """
     integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
-        tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
+        tokenizer = external.NEOX_TOKENIZER
+        max_tokens = max_tokens or external.PILE_TOKENS
     name = located(name)
     documents, version = _source(name)
     if version == STREAMED:
@@ -189,7 +200,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
             version.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
         return external.local(files), ["line ends are LF", version]
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
-    if name and Path(name).expanduser().exists():
+    if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
     raise ValueError(message)
 
@@ -293,3 +304,109 @@ def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
     count = max(1, min(HELD_OUT, len(ranked) // 5))
     ranked = [*ranked, 1.0, 1.0, 1.0]  # of one or two documents no split is complete
     return ranked[count], ranked[2 * count]
+
+
+def cache_root() -> Path:
+    """$SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sinkutils")
+    return Path(os.environ.get("SINKUTILS_CACHE") or usual)
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
+    """A temporary folder to fill, beside `folder`, which gets that name when this is left without
+    an error.
+
+    Processes that build the same thing at the same time do so in a folder each; the first to finish
+    wins. A folder of that name that is damaged gives way. Raises OSError, with what to do about it,
+    where there is no room or no permission.
+    """
+    root = folder.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".build-", dir=root, ignore_cleanup_errors=True
+        ) as scratch:
+            new = Path(scratch, "whole")
+            new.mkdir()
+            yield new
+            if os.path.lexists(folder) and not _is_whole(folder):
+                folder.rename(Path(scratch, "damaged"))
+            if not folder.exists():
+                new.rename(folder)
+    except OSError as error:
+        # One of our own has its reason, and one about a file elsewhere, such as a text, is not
+        # about the cache.
+        if error.errno is None or not _below(error.filename or root, root):
+            raise
+        raise OSError(
+            error.errno,
+            f"cannot write {what} below {root} ({error.strerror}): make room there or set "
+            "SINKUTILS_CACHE",
+        ) from error
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        verified(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _below(file: object, root: Path) -> bool:
+    """Whether an error is about `root`, a file below it or a folder above."""
+    path = Path(str(file)).absolute()
+    root = root.absolute()
+    return path.is_relative_to(root) or root.is_relative_to(path)
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
+    whole = meta | {"sha256": _digest_of_all(folder, meta)}
+    (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+
+
+def verified(folder: Path) -> Meta:
+    """meta.json of a cache folder.
+
+    Raises ValueError where a file is missing or not as it was written.
+    """
+    try:
+        meta: Meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        whole = meta.pop("sha256") == _digest_of_all(folder, meta)
+    except (FileNotFoundError, NotADirectoryError, KeyError, ValueError, AttributeError):
+        whole = False
+    require(whole, f"the files of {folder.name} are not as they were written")
+    return meta
+
+
+def _digest_of_all(folder: Path, meta: Meta) -> str:
+    whole = hashlib.sha256(json.dumps(meta).encode())
+    for path in sorted(folder.iterdir()):
+        if path.name != "meta.json":
+            with path.open("rb") as file:
+                whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
+
+
+def pack_corpus(corpus: Corpus, file: str | Path) -> None:
+    """Write a corpus as one .tar.xz file, to be carried to another machine.
+
+    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and
+    fingerprint.
+    """
+    with tarfile.open(file, "w:xz") as tar:
+        tar.add(corpus.folder, arcname=".")
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """The reverse of `pack_corpus`. Raises ValueError for a file that is not whole."""
+    try:
+        with tarfile.open(file) as tar:
+            tar.extractall(folder, filter="data")
+        verified(folder)
+    except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{file} is not a complete file of pack_corpus: {first_line(error)}"
+        ) from error

@@ -130,10 +130,7 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
 
 
 def _only_comments(source: str) -> bool:
-    for line in source.splitlines():
-        if line.strip()[:1] not in ("", "#"):
-            return False
-    return True
+    return all(line.strip()[:1] in ("", "#") for line in source.splitlines())
 
 
 def files_with(*suffixes: str) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -75,7 +76,8 @@ def pile(domain: str = "") -> Iterator[str]:
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
     taken: Counter[str] = Counter()
     for row in hub_rows(PILE):
-        text, name = row["text"], row["meta"]["pile_set_name"]
+        text = row["text"]
+        name = row["meta"]["pile_set_name"]
         share = weights.get(name, 0) / sum(weights.values())
         if share and taken[name] <= share * (taken.total() + PILE_SLACK):
             taken[name] += len(text)
@@ -90,7 +92,7 @@ def read_texts(path: str | Path) -> list[str]:
     where.
     """
     texts: list[str] = []
-    for file in local_files(Path(path).expanduser()):
+    for file in local_files(Path(os.path.expanduser(path))):
         texts += _texts_of(file)
     return texts
 
@@ -122,7 +124,7 @@ def _texts_of(file: Path) -> Iterator[str]:
         row = _decoded(line, f"{file}, line {number},")
         try:
             text = json.loads(row)["text"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise ValueError(
@@ -144,13 +146,9 @@ def local_files(path: Path) -> list[Path]:
     for file in (path, *sorted(path.rglob("*"))):
         if file.suffix.lower() in SUFFIXES and file.is_file():
             files.append(file)
-    if files:
-        return files
-    suffixes = ", ".join(SUFFIXES)
-    if path.is_file():
-        lack = f"the name of a file of text ends with one of {suffixes}"
-    elif path.exists():
-        lack = f"there is no {suffixes} file in it"
-    else:
-        lack = "no such folder or file"
-    raise FileNotFoundError(f"path:{path}: {lack}")
+    if not files:
+        raise FileNotFoundError(
+            f"path:{path}: no such folder or file of text, whose name ends with one of "
+            f"{', '.join(SUFFIXES)}"
+        )
+    return files

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import re
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,10 @@ class Pairs(Batches):
     """
 
     def __init__(self, rows: np.ndarray, eos_id: int) -> None:
-        self.rows, self.length = rows, len(rows)
-        ids, targets = rows[:, 0], rows[:, 1]
+        self.rows = rows
+        self.length = len(rows)
+        ids = rows[:, 0]
+        targets = rows[:, 1]
         padding = (ids == eos_id) & (targets == IGNORED)
         self.tokens = ids[~padding]
 
@@ -82,7 +84,7 @@ def conversations(name: str) -> Iterator[Conversation]:
     if name == "ultrachat":
         rows = external.hub_rows(*ULTRACHAT)
     elif kind == "path" and file:
-        rows = external.hub_rows("json", data_files=str(Path(file).expanduser()))
+        rows = external.hub_rows("json", data_files=os.path.expanduser(file))
     else:
         raise ValueError(
             f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>"
@@ -98,15 +100,13 @@ def conversations(name: str) -> Iterator[Conversation]:
 
 
 def _is_conversation(messages: Any) -> bool:
-    if not messages:
-        return False
     try:
         for message in messages:
             if message["role"] not in TEMPLATES or not isinstance(message["content"], str):
                 return False
     except (KeyError, TypeError):
         return False
-    return True
+    return len(messages) > 0
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
@@ -118,12 +118,15 @@ def conversations_of(source: str) -> Iterator[Conversation]:
     """
     headers = list(HEADER.finditer(source))
     for match in embedded.docstring_matches(source):
-        before = headers[: bisect(headers, match.start(), key=re.Match.start)]
-        words = inspect.cleandoc(match.group()[3:-3]).split("\n\n")[0].split()
+        place = bisect(headers, match.start(), key=re.Match.start)
+        before = headers[:place]
+        text = inspect.cleandoc(match.group()[3:-3])
+        words = text.split("\n\n")[0].split()
         if not before or len(words) < MIN_WORDS:
             continue
         header = before[-1]
-        lines = source[header.start() : match.start()].rstrip(" \t\nrRuU").splitlines()
+        between = source[header.start() : match.start()]
+        lines = between.rstrip(" \t\nrRuU").splitlines()
         colons = [line.rstrip().endswith(":") for line in lines]
         if sum(colons) != 1 or not lines[-1].endswith(":"):
             continue
@@ -156,7 +159,8 @@ def encode_conversation(
     The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand
     in the tokens' own places, so that the target at i is predicted from the tokens before i.
     """
-    ids, targets = [*layout.first], [IGNORED] * len(layout.first)
+    ids = [*layout.first]
+    targets = [IGNORED] * len(layout.first)
     for message in messages:
         content = message["content"].strip()
         prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content))
@@ -166,7 +170,9 @@ def encode_conversation(
         ids += prompt + answer
         targets += [IGNORED] * len(prompt) + answer
     end = layout.context_length + 1
-    return None if set(targets[:end]) == {IGNORED} else (ids[:end], targets[:end])
+    if set(targets[:end]) == {IGNORED}:
+        return None
+    return ids[:end], targets[:end]
 
 
 def make_pairs(
@@ -177,7 +183,8 @@ def make_pairs(
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
     """
-    rows = np.full((sum(counts), 2, layout.context_length + 1), IGNORED, dtype=np.int32)
+    shape = (sum(counts), 2, layout.context_length + 1)
+    rows = np.full(shape, IGNORED, dtype=np.int32)
     rows[:, 0] = layout.eos_id
     answers: set[str] = set()  # one for each row that is filled
     for messages in tqdm(
@@ -199,4 +206,5 @@ def make_pairs(
             f"begin within C = {layout.context_length} tokens, and {len(rows)} are needed: give "
             "more, or ask for fewer pairs"
         )
-    return [Pairs(part, layout.eos_id) for part in np.split(rows, np.cumsum(counts)[:-1])]
+    parts = np.split(rows, np.cumsum(counts)[:-1])
+    return [Pairs(part, layout.eos_id) for part in parts]

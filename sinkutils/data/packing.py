@@ -61,11 +61,13 @@ class Batches:
         step) only.
         """
         # The rows are numbered on from step to step: number n is place n mod N of epoch n div N.
-        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
+        numbers = np.arange(step * size, (step + 1) * size)
+        epochs, places = np.divmod(numbers, self.length)
         rows = np.empty(size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            rows[here] = _permutation(self.length, seed, epoch)[places[here]]
+            order = _permutation(self.length, seed, epoch)
+            rows[here] = order[places[here]]
         return self.take(rows)
 
 
@@ -98,7 +100,9 @@ class Chunks(Batches):
             tokens = tokens[: int(len(tokens) * data.share)]
         if device.type != "cpu":  # few operations of a GPU know unsigned integers
             tokens = tokens.int().to(device)
-        self.tokens, self.data, self.fix_id = tokens, data, corpus.fix_id
+        self.tokens = tokens
+        self.data = data
+        self.fix_id = corpus.fix_id
         self.context_length = context_length
         self.length = (len(tokens) - 1) // context_length
         require(
@@ -114,9 +118,12 @@ class Chunks(Batches):
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
         # tokens.
         size = (self.length, len(data.random_positions))
-        first, last = corpus.first_text_id, corpus.vocab_size
-        redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
-        places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
+        first = corpus.first_text_id
+        last = corpus.vocab_size
+        of_tokens = np.random.default_rng([seed, 5])
+        of_places = np.random.default_rng([seed, 6])
+        redrawn = of_tokens.integers(first, last, size=size)
+        places = of_places.integers(context_length, size=self.length)
         self.redrawn = torch.from_numpy(redrawn).to(device)
         self.places = torch.from_numpy(places).to(device)
         self.columns = torch.arange(context_length + 1, device=device)

@@ -79,36 +79,36 @@ def probe(
 
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
-    wanted = "texts must be several strings, a document each"
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ValueError(f"{wanted}; got {type(texts).__name__}")
-    if hasattr(texts, "columns") or hasattr(texts, "column_names") or isinstance(texts, Mapping):
-        names = ", ".join(map(str, list(getattr(texts, "column_names", texts))[:5]))
+    # Of what has columns, a loop would take the names.
+    table = (
+        isinstance(texts, Mapping) or hasattr(texts, "columns") or hasattr(texts, "column_names")
+    )
+    documents = []
+    if isinstance(texts, Iterable) and not isinstance(texts, str) and not table:
+        documents = list(texts)
+    if not documents or not all(isinstance(text, str) for text in documents):
         raise ValueError(
-            f"{wanted}; got a {type(texts).__name__}: give one of its columns ({names})"
+            "texts must be several strings, a document each; of a table give one of the columns; "
+            f"got {short(texts)}"
         )
-    documents = list(texts)
-    for number, text in enumerate(documents, start=1):
-        if not isinstance(text, str):
-            raise ValueError(f"{wanted}; number {number} of {len(documents)} is {short(text)}")
     return documents
 
 
 def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:
     """The texts cut at every `needed` tokens, (n, needed)."""
-    windows, longest = [], 0
+    windows = []
     for text in texts:
         ids = encode(tokenizer, text)
-        longest = max(longest, len(ids))
         for start in range(0, len(ids) - needed + 1, needed):
             windows.append(ids[start : start + needed])
     least = n or 1
     require(
         len(windows) >= least,
-        f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), "
-        f"n={least} are needed: give more text, a smaller n or a smaller length",
+        f"texts have {len(windows)} windows of {needed} tokens, n={least} are needed: give more or "
+        "longer texts, a smaller n or a smaller length",
     )
-    return np.array(windows)[np.sort(np.random.default_rng(seed).permutation(len(windows))[:n])]
+    order = np.random.default_rng(seed).permutation(len(windows))
+    return np.array(windows)[np.sort(order[:n])]
 
 
 def _natural(
@@ -120,10 +120,8 @@ def _natural(
     texts: Iterable[str] | None,
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that have them, in an order drawn by the seed."""
-    where = "texts"
     if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        where = f"corpus {source.name!r}"
         texts = map(source.decode, source.documents("probe"))
     documents = _several(texts)
     chosen = []
@@ -137,10 +135,8 @@ def _natural(
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
-    message = (
-        f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), "
-        f"n={n} are needed: give more text, a smaller n or a smaller length"
+    raise ValueError(
+        f"{len(chosen)} of {len(documents)} documents have at least {needed} tokens, n={n} are "
+        "needed: give more text, a smaller n or a smaller length; to cut texts of your own into "
+        "windows and take all, leave out the kind"
     )
-    if where == "texts":
-        message += "; to cut your texts into windows and take all, leave out the kind"
-    raise ValueError(message)

@@ -110,9 +110,10 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
     tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where
     one cannot help reading a special token (written in Python, or a vocabulary that holds it as a
-    word), that is an unknown character.
+    word), that is an unknown character. Half a character, which JSON can hold and no tokenizer
+    reads, is "?", as in a corpus.
     """
-    ids = _text_ids(tokenizer, text)
+    ids = _text_ids(tokenizer, text.encode(errors="replace").decode())
     if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
         return ids  # no merge makes a special token
     unknown = _text_ids(tokenizer, UNKNOWN)
@@ -136,7 +137,8 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
     with _LOCK:
         before = backend.encode_special_tokens
-        truncation, padding = backend.truncation, backend.padding
+        truncation = backend.truncation
+        padding = backend.padding
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()

@@ -234,14 +234,19 @@ def _lacking(check: Check, ours: Readings) -> str:
     absence, or that the onset never came.
     """
     needed = [(name, check.quantity) for name in check.runs]
+    if check.quantity in EXCESSES:
+        needed.append(("base", "excess"))  # the measure of all others
     state = ""
-    for name, quantity in [*needed, ("base", "excess")] if check.quantity in EXCESSES else needed:
+    for name, quantity in needed:
+        runs = ours.seeds(name)
+        if len(runs) < ours.least:
+            return MISSING
         if len(ours.values(name, quantity)) < ours.least:
-            runs = ours.seeds(name)
-            if len(runs) < ours.least or (quantity != "onset" and None not in runs.values()):
+            if quantity != "onset" and None not in runs.values():
                 return MISSING
             state = OPEN
-    paired = set.intersection(*(set(ours.values(*one)) for one in needed))  # compared seed by seed
+    # Two runs are compared seed by seed.
+    paired = set.intersection(*[set(ours.values(name, check.quantity)) for name in check.runs])
     if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING
     return state

@@ -90,7 +90,7 @@ QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 # norm or element of a state, needs no live head. live_1 is the share of live heads in block 1,
 # live_later the least such share of a later block.
 READS: dict[str, tuple[str, ...]] = dict.fromkeys((*EXCESSES, "key", "value"), ("live_later",))
-READS |= dict.fromkeys(("sink_1", "onset", "gathered"), ("live_1", "live_later"))
+READS |= dict.fromkeys(("onset", "gathered"), ("live_1", "live_later"))
 READS["block_1"] = ("live_1",)
 
 
@@ -108,7 +108,7 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
         return None
     curve = metrics["curve"] or [final]
     steps = np.array([point["step"] for point in curve]) / max(1, curve[-1]["step"])  # as shares
-    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"]}
+    numbers = {"valid_loss": final["valid_loss"]}
     numbers["turn"] = steps[np.argmin([point["valid_loss"] for point in curve])]
     if "train_loss" in final:
         numbers["gap"] = final["valid_loss"] - final["train_loss"]

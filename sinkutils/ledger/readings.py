@@ -61,10 +61,7 @@ class Readings:
         first = FRESH.get(self.preset, 0)
         runs: dict[str, Seeds] = {}
         for name, seeds in self.runs.items():
-            runs[name] = {}
-            for seed, run in seeds.items():
-                if seed >= first:
-                    runs[name][seed] = run
+            runs[name] = {seed: run for seed, run in seeds.items() if seed >= first}
         return Readings(self.preset, runs, self.least, self)
 
     def seeds(self, name: str) -> Seeds:
@@ -95,13 +92,12 @@ class Readings:
         for name, sign in zip(runs, (1, -1), strict=False):
             for seed in seeds:
                 weights[name, quantity][seed] += sign / len(seeds)
-        mean = 0.0
-        if bar.of is None:
-            mean -= bar.size
-        else:
+        mean = 0.0 if bar.of else -bar.size
+        if bar.of:
             measure = whole.values(*bar.of)
             for seed in measure:  # a seed of the difference may be among them
                 weights[bar.of][seed] -= bar.size / len(measure)
+        # The sum of weight * value, and of each setting's variance * weight^2.
         variances, freedoms = [], []
         for key, by_seed in weights.items():
             values = whole.values(*key)

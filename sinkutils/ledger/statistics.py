@@ -117,7 +117,8 @@ def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
     if beyond <= 0:
         return SURE, float(np.exp(centred.mean())), together
     d0 = 2 * inverse_trigamma(beyond)
-    return d0, float(np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))), together
+    s0_squared = np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))
+    return d0, float(s0_squared), together
 
 
 def inverse_trigamma(x: float) -> float:

@@ -47,11 +47,9 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.said: set[str] = set()  # warnings
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
         """Called by the trainer once the model is where it trains: find out who measures."""
-        if model is None:
-            return
         self.sharded = is_sharded(model)
         self.why_not = cut_by(model)
         if self.why_not is not None:
@@ -66,11 +64,10 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._measure(state, control, model)
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
         """Called by the trainer after each optimiser step."""
-        due = state.global_step % self.every == 0 or control.should_training_stop
-        if due and model is not None:
+        if state.global_step % self.every == 0 or control.should_training_stop:
             self._measure(state, control, model)
 
     def _measure(self, state: Any, control: Any, model: nn.Module) -> None:

@@ -139,7 +139,7 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of mask, for `flash.trusted`."""
+        """The kind of mask: a kernel is proved right under each."""
         if self.mask is None:
             return "causal"
         return "mask" if isinstance(self.mask, Tensor) else "window"

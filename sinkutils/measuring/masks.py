@@ -37,37 +37,32 @@ class WindowMask(PositionMask):
         return self.window > 1 and not bool(self.seen(after, before))
 
 
-def mask(**kwargs: Any) -> Tensor | None:
+def mask(**kwargs: Any) -> Any:
     """transformers' mask. Of one that hides what is outside a window, `by_position` finds the rule.
 
     From `LONG` positions on that is all there is: the elements are nan then, so that nothing can
     read them unseen.
     """
+    whole: Any
     length, window = kwargs["q_length"], kwargs.get("local_size")
-    positions = None
-    if window is not None and window <= length == kwargs["kv_length"] and is_plain(kwargs):
-        positions = WindowMask(kwargs)
+    # Without a cache, padding or a rule that takes one position at a time (vmap).
+    by_rule = (
+        window is not None
+        and window <= length == kwargs["kv_length"]
+        and kwargs.get("attention_mask") is None
+        and not kwargs.get("use_vmap")
+        and kwargs.get("allow_is_causal_skip", True)
+    )
     # A model may look at a mask, or cut it. Below LONG it is all there; beyond, nobody has paid for
     # T x T elements, and whoever reads them gets nan.
-    if positions is None or length < LONG:
-        whole: Any = sdpa_mask(**kwargs)
-    else:
-        nan = torch.full((), torch.nan, device=positions.positions.device)
+    if by_rule and length >= LONG:
+        nan = torch.full((), torch.nan, device=kwargs.get("device", "cpu"))
         whole = nan.expand(kwargs["batch_size"], 1, length, length)
-    if positions is not None:
-        whole.by_position = positions
-    masked: Tensor | None = whole
-    return masked
-
-
-def is_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether a mask depends on positions only: no cache, no padding, no skipping forbidden."""
-    for name in ("use_vmap", "q_offset", "kv_offset"):
-        if kwargs.get(name):
-            return False
-    if kwargs.get("attention_mask") is not None:
-        return False
-    return bool(kwargs.get("allow_is_causal_skip", True))
+    else:
+        whole = sdpa_mask(**kwargs)
+    if by_rule:
+        whole.by_position = WindowMask(kwargs)
+    return whole
 
 
 def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:

@@ -126,7 +126,7 @@ def measure(
     if bos is None and firsts:
         bos = all(int(row[0]) in firsts for row in rows)
     report.bos = bos
-    report.warn_of_short_texts(stacklevel=3)
+    warn_of_short_texts(report)
     return report
 
 
@@ -150,9 +150,18 @@ def digest(rows: Sequence[Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
+def dense(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a tensor that holds a number in each place."""
+    instance(name, value, Tensor)
+    require(
+        value.layout == torch.strided and not (value.is_nested or value.is_meta),
+        f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device",
+    )
+
+
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
     """The rows of ids without padding, and how many were skipped: too short for a target."""
-    instance("ids", ids, Tensor)
+    dense("ids", ids)
     require(
         ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
         "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
@@ -161,7 +170,7 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
-    instance("attention_mask", mask, Tensor)
+    dense("attention_mask", mask)
     require(
         mask.shape == ids.shape,
         f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}",
@@ -212,6 +221,17 @@ def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
         warnings.warn(
             "each text begins with two BOS, as where a chat template that has one is tokenised as "
             "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
+            stacklevel=3,
+        )
+
+
+def warn_of_short_texts(report: Report) -> None:
+    """Warn where even attention is over a threshold, so that Sink_1 is 100 % of it."""
+    eps = min(report.epsilons)
+    if 1 in report.targets and report.floor > eps:
+        warnings.warn(
+            f"texts of {report.length} tokens are too short for eps = {eps:g}: even attention to "
+            f"all keys has alpha_1 = {report.floor:.2f}. Look at the excess, or give longer texts",
             stacklevel=3,
         )
 

@@ -13,7 +13,6 @@ from sinkutils.measuring.families import Call, Function, widened
 from sinkutils.measuring.fused import can_serve, fused_call, proves_right
 from sinkutils.measuring.refusals import LATER
 from sinkutils.measuring.tally import Edit, Tally
-from sinkutils.model import flash
 
 EXACT_ELEMENTS = 2**25  # attention weights held at a time: 128 MiB in float32
 CHECK_TOKENS = 16  # the longest text of a check
@@ -85,17 +84,21 @@ class Measuring(Pass):
         q, columns = call.q, self.tally.columns(call.q.device)
         if self.exact or self.tally.heads_of(layer, q.shape[1]) or not can_serve(call, columns):
             return None
-        # A kernel is tried once on made-up rows, by device and precision (`trusted`), and once in
-        # each module on its own: something may be done to logits there that no kernel knows of.
+        # A kernel is tried once in each module and under each kind of mask: its numbers may be
+        # others than they were, and something may be done to logits that no kernel knows of.
         place = (call.module, call.kind)
-        first = place not in self.proved
-        if first:
-            self.proved[place] = flash.trusted(call.kind, q.device, q.dtype, q.shape[-1])
-        if not self.proved[place]:
+        if self.proved.get(place) is False:
             return None
-        result = fused_call(call, columns)
-        if first and not proves_right(call, result, columns):
+        try:
+            result = fused_call(call, columns)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError):  # none in this build, or for this device or dtype
             self.proved[place] = False
+            return None
+        if place not in self.proved:
+            self.proved[place] = proves_right(call, result, columns)
+        if not self.proved[place]:
             return None
         self.tally.add_shares(layer, result.shares)
         if result.star is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkutils.checks import choice
-from sinkutils.data.cache import cache_root, written_whole
+from sinkutils.data.corpus import cache_root, written_whole
 from sinkutils.paths import LEDGER, read_yaml
 
 GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"

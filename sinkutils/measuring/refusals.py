@@ -38,7 +38,7 @@ def check_kind(model: Any) -> None:
     reason = REFUSED.get(config.model_type)
     require(reason is None, f"{kind} cannot be measured: {reason}")
     if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is an encoder-decoder model, not a causal LM")
+        raise ValueError(f"{kind} is, or is a part of, an encoder-decoder model, and no causal LM")
     if getattr(model.base_model, "attention_type", None) == "block_sparse":  # BigBird
         raise ValueError(f"{kind} {BLOCK_SPARSE}")
     if config.model_type in PREFIX:

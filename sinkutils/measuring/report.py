@@ -6,7 +6,6 @@ Sink_k^eps = mean over sequences, layers, heads of [alpha_k > eps]
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -119,9 +118,9 @@ class Report:
         above: Tensor = excess(self.of(k), uniform)
         return above
 
-    def excess_by_layer(self, k: int | str = 1) -> list[float]:
-        """The mean excess over samples and heads in each attention layer of `layers`."""
-        return self._excess(k).mean(dim=(0, 2)).tolist()
+    def excess_by_layer(self) -> list[float]:
+        """The mean excess of alpha_1 over samples and heads in each attention layer of `layers`."""
+        return self._excess(1).mean(dim=(0, 2)).tolist()
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).
@@ -153,17 +152,6 @@ class Report:
         low, high = np.quantile(100 * drawn.mean(axis=1), [0.025, 0.975])
         return float(low), float(high)
 
-    def warn_of_short_texts(self, stacklevel: int = 2) -> None:
-        """Warn where even attention is over a threshold, so that Sink_1 is 100 % of it."""
-        over = [eps for eps in self.epsilons if self.floor > eps]
-        if 1 in self.targets and over:
-            warnings.warn(
-                f"texts of {self.length} tokens are too short for eps = {over[0]:g}: even "
-                f"attention to all keys has alpha_1 = {self.floor:.2f}. "
-                "Look at the excess, or give longer texts",
-                stacklevel=stacklevel + 1,
-            )
-
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
         levels = sorted({*self.epsilons, *CURVE_EPSILONS})
@@ -172,21 +160,19 @@ class Report:
             result[name] = getattr(self, name)
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
-        result["excess"] = {k: self.excess(k) for k in self._shares}
-        result |= {"interval": {}, "sink": {}}
+        for name in ("excess", "interval", "sink"):
+            result[name] = {}
         for k in self._shares:
+            result["excess"][k] = self.excess(k)
             result["interval"][k] = {eps: self.interval(k, eps) for eps in self.epsilons}
-            sinks = {eps: self.sink(k, eps) for eps in levels}
-            if k == "star":
-                result["sink_star"] = sinks
-            else:
-                result["sink"][k] = sinks
-        if any(self.windows):
-            result["windows"], result["chunked"] = self.windows, self.chunked
-            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
+            result["sink"][k] = {eps: self.sink(k, eps) for eps in levels}
         result["alpha"] = self.alpha.mean(dim=0)
         if self.star is not None:
             result["alpha_star"] = self.star.mean(dim=0)
+            result["sink_star"] = result["sink"].pop("star")
+        if self.windows:
+            result["windows"], result["chunked"] = self.windows, self.chunked
+            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         for name in BY_POSITION:
             if getattr(self, name) is not None:
                 result[name] = getattr(self, name)

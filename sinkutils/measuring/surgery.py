@@ -41,7 +41,7 @@ from sinkutils.measuring.tally import Edit, OwnModel, Tally
 from sinkutils.measuring.wrappers import handed_over
 from sinkutils.model.decoder import TransformerLM
 
-__all__ = ["edit", "hide", "stream", "transplant", "set_back", "untouched", "Outcome"]
+__all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
 
 TARGETS = (1, 2)
 ELEMENTS = 2**27  # logits that a batch holds

@@ -1,4 +1,5 @@
-"""The attention algebra of Section 7 and Appendix C, dense and in the order of the formulas.
+"""The attention algebra of Section 7 and Appendix C, dense and in the order of the formulas, and
+the position terms of Appendix A.
 
     s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      Section 7.4, Eqs. 29, 43
     A_ij = alpha * f(s_ij) / Z_i
@@ -11,6 +12,7 @@ logit is one more key without value. `fast` is tested against this module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -58,6 +60,16 @@ OPERATION_CHOICES = {
     "fixed_value": ("zero", "first", "uniform"),
     "sink_logit": ("none", "zero", "learned"),
 }
+# Others rotate q and k (rotary) or are added to the embeddings (absolute, learnable). `relative`
+# adds the number of T5's bucket itself, which grows with distance, as the authors' code does;
+# `relative_learned` is T5's, one learned bias a bucket and head. Eq. 6 prints a third thing: see
+# `relative_buckets`.
+ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
+POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
+
+NUM_BUCKETS = 32  # B of Eq. 6
+MAX_DISTANCE = 128  # D of Eq. 6
+
 # What means nothing alone: a field, and the values that another field must have beside it
 NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("p", "normalizer", ("p_norm",)),
@@ -106,7 +118,8 @@ class AttentionSpec:
         real("scale", self.scale, "positive and finite", more=True)
         checks.fields(self, logit_bias=-torch.inf)
         for name, other, values in NEEDS:
-            given, default = getattr(self, name), getattr(AttentionSpec, name)
+            given = getattr(self, name)
+            default = getattr(AttentionSpec, name)
             if given != default and getattr(self, other) not in values:
                 wanted = " or ".join(map(repr, values))
                 raise ValueError(f"{name}={given!r} needs {other} to be {wanted}")
@@ -206,7 +219,8 @@ def _out_and_weights(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        q, k = q.to(wide), k.to(wide)
+        q = q.to(wide)
+        k = k.to(wide)
         added, hidden = added_to_logits(q, k, spec, distance_bias)
         logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij, (B, H, T, S)
         weights = normalise(logits, ~hidden, spec)
@@ -229,11 +243,16 @@ def operate(
         # is of both maps; a bias or a sink logit has none of the two.
         softmax = replace(spec, differential=False)
         positions = Extras(extras.distance_bias)
-        first, second = (operate(form, half, k, v, softmax, positions) for half in halves(q))
-        mix = extras.mix
-        return tuple(x - mix.to(x.dtype) * y for x, y in zip(first, second, strict=True))
+        even, odd = halves(q)
+        first = operate(form, even, k, v, softmax, positions)
+        second = operate(form, odd, k, v, softmax, positions)
+        results = []
+        for x, y in zip(first, second, strict=True):
+            results.append(x - extras.mix.to(x.dtype) * y)
+        return tuple(results)
     # Whatever else a form returns, weights for one, is passed on.
-    out, *more = form(*prepared(q, k, v, spec, extras), spec, extras.distance_bias)
+    q, k, v = prepared(q, k, v, spec, extras)
+    out, *more = form(q, k, v, spec, extras.distance_bias)
     if spec.sink_logit != "none":
         out = out[..., :-1]  # without the dimension that `prepared` added
     if spec.bias == "v":
@@ -249,17 +268,22 @@ def prepared(
     There are then S = 1 + T keys. A v* that is not given is zero. A sink logit is a k* in one more
     dimension, in which queries are 1 and the sequence's own keys and values are 0.
     """
-    star, value = extras.key_bias, extras.value_bias
+    star = extras.key_bias
+    value = extras.value_bias
     if spec.sink_logit != "none":
         sink = extras.sink_logit
         if sink is None:
             sink = q.new_zeros(q.shape[1])
         wider = q.shape[-1] + 1
         q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
-        star = F.pad((sink * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
-        q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
+        last = sink * wider**0.5  # k* in the new dimension, (H,)
+        star = F.pad(last[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
+        q = F.pad(q, (0, 1), value=1.0)
+        k = F.pad(k, (0, 1))
+        v = F.pad(v, (0, 1))
     if star is not None:
-        k, v = prepend(star, k), prepend(value, v)
+        k = prepend(star, k)
+        v = prepend(value, v)
     # After k* went in front: a kernel is taken of it as well.
     phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v
@@ -272,15 +296,19 @@ def added_to_logits(
 
     Added is g, and -inf at hidden keys, or 0 where f(0) = 0.
     """
-    length, star = q.shape[2], k.shape[2] - q.shape[2]
+    length = q.shape[2]
+    star = k.shape[2] - length  # 1 where there is k*
     positions = torch.arange(length, device=q.device)
-    hidden = F.pad(~visible(positions[:, None], positions, spec), (star, 0))  # every query sees k*
+    seen = visible(positions[:, None], positions, spec)
+    hidden = F.pad(~seen, (star, 0))  # every query sees k*
     added = q.new_zeros(1, length, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals, so its rows are windows on one line of it. Their
         # backward is a sum, not a scatter.
-        line = distance_bias[:, torch.arange(1 - length, length, device=q.device).clamp(min=0)]
-        added = added + F.pad(line.unfold(-1, length, 1).flip(-1), (star, 0))  # k* has no position
+        distances = torch.arange(1 - length, length, device=q.device).clamp(min=0)
+        line = distance_bias[:, distances]
+        rows = line.unfold(-1, length, 1).flip(-1)  # (1 or H, T, T)
+        added = added + F.pad(rows, (star, 0))  # k* has no position
     if not spec.hidden_is_zero:
         added = added.masked_fill(hidden, -torch.inf)
     return added, hidden
@@ -290,7 +318,8 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
     """bias (H, D), or zero, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
     if bias is None:
         return F.pad(x, (0, 0, 1, 0))
-    return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
+    first = bias.to(x.dtype)[None, :, None]  # (1, H, 1, D)
+    return torch.cat([first.expand(len(x), -1, -1, -1), x], dim=2)
 
 
 def halves(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,11 +338,14 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
 
     logits (..., R, S); seen (R, S) boolean.
     """
-    logits = logits.masked_fill(~seen, 0 if spec.hidden_is_zero else -torch.inf)
+    hidden = 0 if spec.hidden_is_zero else -torch.inf
+    logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        sim = ((logits - peak).exp() - (-peak).exp()).masked_fill(~seen, 0)
-        return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
+        sim = (logits - peak).exp() - (-peak).exp()
+        sim = sim.masked_fill(~seen, 0)
+        total = sim.abs().sum(-1, keepdim=True)
+        return spec.scale * divide(sim.relu(), total)
     sim, one = in_range(logits, spec)
     return spec.scale * divide(sim, normalizer(sim, seen, spec, one))
 
@@ -347,14 +379,19 @@ def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | Non
     if spec.normalizer == "length":
         return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
-        # x^p has no gradient at 0 for p < 1: keep a hidden key, whose x is 0, out of the power.
-        powers = torch.where(sim > 0, sim, 1).pow(spec.p).masked_fill(sim <= 0, 0)
-        total = powers.sum(-1, keepdim=True)
-        return torch.where(total > 0, total, 1).pow(1 / spec.p).masked_fill(total <= 0, 0)
+        # x^p has an infinite gradient at 0 for p < 1: a hidden key, whose x is 0, is kept out.
+        total = _power(sim, spec.p).sum(-1, keepdim=True)
+        return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
     if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `one` is 1 in the row's scale
         return total.abs().clamp(min=one)
     return total
+
+
+def _power(x: Tensor, p: float) -> Tensor:
+    """x^p of x >= 0, with no gradient where x is 0."""
+    positive = x > 0
+    return torch.where(positive, x, 1).pow(p).masked_fill(~positive, 0)
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:
@@ -397,3 +434,58 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
             raise ValueError(
                 f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}"
             )
+
+
+# ---- positions (Appendix A): added to h or to the logits, or rotating q and k
+
+
+def absolute_embedding(length: int, hidden_size: int) -> Tensor:
+    """Sinusoidal p_t of Eq. 5 for t = 1..length: (length, hidden_size), sin and cos interleaved."""
+    cos, sin = rotary_tables(length + 1, hidden_size)  # of the same angles, from 0
+    interleaved = torch.stack([sin, cos], dim=-1).flatten(1)
+    return interleaved[1:, :hidden_size]
+
+
+def relative_buckets(length: int) -> Tensor:
+    """T5's bucket of distances 0..length-1, (length,) int64.
+
+    Exact up to B/2, logarithmic up to D, then B - 1.
+
+    Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled
+    logarithm; Eq. 6 prints the floor before the factor B/2, which puts all distances from B/2 to D
+    - 1 in one bucket.
+    """
+    distance = torch.arange(length)
+    exact = NUM_BUCKETS // 2
+    farther = distance.clamp(min=1).double() / exact
+    ratio = torch.log(farther) / math.log(MAX_DISTANCE / exact)
+    coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()
+    coarse = coarse.clamp(max=NUM_BUCKETS - 1)
+    return torch.where(distance < exact, distance, coarse)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """m of Eq. 7 for heads 1..H: 2^(-h 2^(3 - log2 H)), shape (H,)."""
+    head = torch.arange(1, num_heads + 1).double()
+    return torch.exp2(-head * 8 / num_heads).float()
+
+
+def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of m omega_i (Eq. 9) for m = 0..length-1, each (length, head_dim / 2)."""
+    dimension = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    omega = 10_000.0 ** (-dimension / head_dim)
+    position = torch.arange(length, dtype=torch.float64)
+    angle = position[:, None] * omega
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
+
+    The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K
+    permuted.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = first * cos - second * sin
+    other = second * cos + first * sin
+    return torch.cat([turned, other], dim=-1)

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils import checks
-from sinkutils.checks import choice
-from sinkutils.model import fast, positions
+from sinkutils.checks import choice, short
+from sinkutils.model import attention, fast
 from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
@@ -42,7 +42,7 @@ FFNS: dict[str, Map] = {
     "swiglu": F.silu,
 }
 MODEL_CHOICES = {
-    "position": positions.POSITIONS,
+    "position": attention.POSITIONS,
     "norm": ("pre", "post", "sandwich"),
     "ffn": tuple(FFNS),
     "head_merge": ("concat", "add"),
@@ -53,10 +53,7 @@ MODEL_CHOICES = {
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A language model as a value.
-
-    Raises ValueError, naming the field, for shapes that do not fit.
-    """
+    """A language model as a value. Raises ValueError for shapes that do not fit, naming a field."""
 
     vocab_size: int = 1024
     context_length: int = 64  # C, the longest sequence the model accepts
@@ -98,15 +95,12 @@ class LMConfig:
                 f"the head dimension must be a multiple of {parts} with "
                 f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
             )
-        if self.sink_token and spec.has_star:
+        if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
+            # k* would be a second place for Sink_*. A window would hide x* from most queries, a
+            # prefix count it.
             raise ValueError(
-                "sink_token and attention with a bias of keys or a sink logit are two places for "
-                "Sink_*: choose one"
-            )
-        if self.sink_token and (spec.window is not None or spec.prefix > 1):
-            # x* stands at position 0: a window would hide it from most queries, a prefix count it.
-            raise ValueError(
-                "sink_token cannot be combined with a window or a prefix: use a bias of keys"
+                "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
+                "prefix"
             )
         if spec.prefix > self.context_length:
             raise ValueError(
@@ -116,7 +110,7 @@ class LMConfig:
             raise ValueError(
                 f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
             )
-        if spec.prefix > 1 and self.position in positions.ADDED_TO_LOGITS:
+        if spec.prefix > 1 and self.position in attention.ADDED_TO_LOGITS:
             raise ValueError(
                 f"position={self.position!r} has no bias for keys after the query, as a prefix "
                 "shows: use rotary, nope, absolute or learnable"
@@ -144,7 +138,8 @@ class DyT(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.alpha.to(x.dtype) * x) * self.weight.to(x.dtype)
+        bounded = torch.tanh(self.alpha.to(x.dtype) * x)
+        return bounded * self.weight.to(x.dtype)
 
 
 class GatedNorm(RMSNorm):
@@ -175,15 +170,15 @@ class Attention(nn.Module):
 
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        spec, width, heads, head_dim = (
-            config.attention,
-            config.hidden_size,
-            config.num_heads,
-            config.head_dim,
-        )
+        self.config = config
+        self.layer = layer
+        spec = config.attention
+        heads = config.num_heads
+        width = config.hidden_size
+        head_dim = config.head_dim
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(head_dim if config.head_merge == "add" else width, width, bias=False)
+        merged = head_dim if config.head_merge == "add" else width
+        self.out = nn.Linear(merged, width, bias=False)
         # Every parameter is filled by `TransformerLM.reset_parameters`.
         rows = 1 if spec.bias_shared else heads
         if spec.has_key_bias:  # k*; d_a of its dimensions learn (Table 13)
@@ -191,7 +186,7 @@ class Attention(nn.Module):
         if spec.bias in ("kv", "v"):  # v*
             self.value_bias = nn.Parameter(torch.empty(rows, head_dim))
         if config.position == "relative_learned":
-            self.bucket_bias = nn.Parameter(torch.empty(heads, positions.NUM_BUCKETS))
+            self.bucket_bias = nn.Parameter(torch.empty(heads, attention.NUM_BUCKETS))
         if spec.sink_logit == "learned":
             self.sink_logit = nn.Parameter(torch.empty(heads, 1))
         if spec.differential:  # lambda_q1, lambda_k1, lambda_q2, lambda_k2 of Ye et al.
@@ -205,13 +200,16 @@ class Attention(nn.Module):
             second = nn.Linear(head_dim, head_dim, bias=False)
             self.mlp = nn.Sequential(first, nn.ReLU(), second)
         if config.gate != "none":
-            self.gate = nn.Linear(width, heads if config.gate == "head" else width, bias=False)
+            gates = heads if config.gate == "head" else width
+            self.gate = nn.Linear(width, gates, bias=False)
         if config.qk_norm:
-            self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
+            self.query_norm = RMSNorm(head_dim)
+            self.key_norm = RMSNorm(head_dim)
 
     def forward(self, x: Tensor, tables: Tables, observer: Any = None) -> Tensor:
         """x: (B, T, d) -> (B, T, d). tables: `position_tables` for T."""
-        config, spec = self.config, self.config.attention
+        config = self.config
+        spec = self.config.attention
         B, T, _ = x.shape
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number
         # at a time.
@@ -220,16 +218,20 @@ class Attention(nn.Module):
         if config.value_scale:
             wide = v.to(torch.promote_types(v.dtype, torch.float32))
             squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
-            c = VALUE_VARIANCE * config.head_dim * self.value_scale.exp()[:, None, None]
-            v = v * (squared / (squared + c)).to(v.dtype)
+            expected = VALUE_VARIANCE * config.head_dim  # |v|^2 at the start
+            c = expected * self.value_scale.exp()[:, None, None]
+            share = squared / (squared + c)
+            v = v * share.to(v.dtype)
         if config.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products
             # need not.
-            cos, sin = tables["cos"], tables["sin"]
-            q = positions.rotate(q, cos, sin, v.dtype)
-            k = positions.rotate(k, cos, sin, v.dtype)
+            cos = tables["cos"]
+            sin = tables["sin"]
+            q = attention.rotate(q, cos, sin).to(v.dtype)
+            k = attention.rotate(k, cos, sin).to(v.dtype)
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
@@ -239,14 +241,17 @@ class Attention(nn.Module):
         if config.gate != "none":
             gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
             out = out * gate.transpose(1, 2).sigmoid()
-        # (B, T, D) where heads are summed, else (B, T, H D)
-        merged = out.sum(dim=1) if config.head_merge == "add" else out.transpose(1, 2).flatten(2)
+        if config.head_merge == "add":
+            merged = out.sum(dim=1)  # (B, T, D)
+        else:
+            merged = out.transpose(1, 2).flatten(2)  # (B, T, H D)
         return self.out(merged)  # type: ignore[no-any-return]
 
     def extras(self, tables: Tables, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""
         spec = self.config.attention
-        heads, head_dim = self.config.num_heads, self.config.head_dim
+        heads = self.config.num_heads
+        head_dim = self.config.head_dim
         extras: dict[str, Any] = {}
         if spec.has_key_bias:
             whole = F.pad(self.key_bias, (0, head_dim - self.key_bias.shape[1]))
@@ -262,7 +267,8 @@ class Attention(nn.Module):
             extras["sink_logit"] = self.sink_logit[:, 0]
         if spec.differential:
             # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
-            first, second = (self.mix[0::2] * self.mix[1::2]).sum(dim=-1).exp()
+            products = self.mix[0::2] * self.mix[1::2]  # (2, D / 2)
+            first, second = products.sum(dim=-1).exp()
             extras["mix"] = first - second + self.first_mix
         if "distance_bias" in tables:
             extras["distance_bias"] = tables["distance_bias"].T
@@ -279,7 +285,8 @@ def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None 
         # An assignment would copy from the host: see `GraphedStep`.
         first[0].fill_(spec.fixed_value_norm)
         return first
-    return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim), device=device)
+    each = spec.fixed_value_norm / math.sqrt(head_dim)
+    return torch.full((head_dim,), each, device=device)
 
 
 class FeedForward(nn.Module):
@@ -287,9 +294,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
-        self.activation, self.parts = FFNS[config.ffn], 1 + config.ffn.endswith("glu")
-        self.up = nn.Linear(config.hidden_size, self.parts * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width = config.hidden_size
+        inner = config.intermediate_size
+        self.activation = FFNS[config.ffn]
+        self.parts = 2 if config.ffn.endswith("glu") else 1
+        self.up = nn.Linear(width, self.parts * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, *up = self.up(x).chunk(self.parts, dim=-1)  # one or two of (B, T, width)
@@ -307,11 +317,13 @@ class Block(nn.Module):
         self.post_norm = config.norm == "post"
         self.attention = Attention(config, layer)
         self.ffn = FeedForward(config)
-        self.norm_1, self.norm_2 = norm_layer(config), norm_layer(config)
+        self.norm_1 = norm_layer(config)
+        self.norm_2 = norm_layer(config)
         self.after_1: nn.Module = nn.Identity()
         self.after_2: nn.Module = nn.Identity()
         if config.norm == "sandwich":
-            self.after_1, self.after_2 = norm_layer(config), norm_layer(config)
+            self.after_1 = norm_layer(config)
+            self.after_2 = norm_layer(config)
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
@@ -320,8 +332,10 @@ class Block(nn.Module):
             before = self.ffn(middle) + middle
             return self.norm_2(before), before
         # Eq. 2; `after` is the identity but for sandwich norm.
-        middle = self.after_1(self.attention(self.norm_1(h), *args)) + h
-        h = self.after_2(self.ffn(self.norm_2(middle))) + middle
+        attended = self.attention(self.norm_1(h), *args)
+        middle = self.after_1(attended) + h
+        fed = self.ffn(self.norm_2(middle))
+        h = self.after_2(fed) + middle
         return h, h
 
 
@@ -376,15 +390,6 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             fan_in = parameter.shape[-1]
-            if kind == "value_scale":  # log of c over the expected |v|^2
-                parameter.zero_()
-                continue
-            if kind == "embedding_scale":
-                parameter.fill_(config.hidden_size**0.5)
-                continue
-            if parameter.ndim == 1 and kind != "sink":  # gains, and DyT's alpha
-                parameter.fill_(1.0)
-                continue
             std = math.sqrt(2 / 5 / fan_in)
             if kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
                 std = 0.02  # k* and v* as the authors' code
@@ -392,7 +397,14 @@ class TransformerLM(nn.Module):
                 std = 0.1
             elif name.endswith("ffn.down.weight") and config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / config.num_layers
-            parameter.copy_(std * standard_normal(seed, name, parameter))
+            if kind == "value_scale":  # log of c over the expected |v|^2
+                parameter.zero_()
+            elif kind == "embedding_scale":
+                parameter.fill_(config.hidden_size**0.5)
+            elif parameter.ndim == 1 and kind != "sink":  # gains, and DyT's alpha
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(self, ids: Tensor, observer: Any = None, kept: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
@@ -412,7 +424,8 @@ class TransformerLM(nn.Module):
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
         if self.config.sink_token:
-            h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)  # x* first
+            sink = self.sink.expand(len(h), 1, -1).to(h.dtype)
+            h = torch.cat([sink, h], dim=1)  # x* first
         length = h.shape[1]
         tables = {name: table[:length] for name, table in self.tables.items()}
         if self.config.position == "learnable":
@@ -434,9 +447,11 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
     """N(0, 1) in the shape of `like`, float32: a function of (seed, name, shape)."""
     if like.is_meta:
         return torch.empty_like(like)
-    digest = hashlib.sha256(f"{seed}/{name}/{tuple(like.shape)}".encode()).digest()
+    key = f"{seed}/{name}/{tuple(like.shape)}"
+    digest = hashlib.sha256(key.encode()).digest()
     # The shift keeps the seed below 2^63, the largest that every generator takes.
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    number = int.from_bytes(digest[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(number)
     return torch.randn(like.shape, generator=generator)
 
 
@@ -446,40 +461,37 @@ def position_tables(config: LMConfig, length: int) -> Tables:
         # The even and the odd dimensions of a differential head each turn as a head of half the
         # size does.
         halves = 1 + config.attention.differential
-        cos, sin = positions.rotary_tables(length, config.head_dim // halves)
-        return {"cos": cos.repeat_interleave(halves, -1), "sin": sin.repeat_interleave(halves, -1)}
+        cos, sin = attention.rotary_tables(length, config.head_dim // halves)
+        cos = cos.repeat_interleave(halves, -1)
+        sin = sin.repeat_interleave(halves, -1)
+        return {"cos": cos, "sin": sin}
     if config.position == "absolute":
-        return {"added": positions.absolute_embedding(length, config.hidden_size)}
+        return {"added": attention.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
-        return {"buckets": positions.relative_buckets(length)}
+        return {"buckets": attention.relative_buckets(length)}
     if config.position == "relative":
-        return {"distance_bias": positions.relative_buckets(length).float()[:, None]}
+        return {"distance_bias": attention.relative_buckets(length).float()[:, None]}
     if config.position == "alibi":
-        slopes = positions.alibi_slopes(config.num_heads)
+        slopes = attention.alibi_slopes(config.num_heads)
         return {"distance_bias": -torch.arange(length)[:, None] * slopes}
     return {}
 
 
 def check_ids(ids: Tensor, config: LMConfig) -> None:
-    """Raise ValueError, naming the allowed values, unless ids are (B, T) integers in range."""
+    """Raise ValueError, naming what is allowed, unless ids are (B, T) integers in range."""
     if torch.compiler.is_compiling():
         return
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"ids must be a tensor of shape (B, T), got {type(ids).__name__}")
-    shape = tuple(ids.shape)
-    if len(shape) != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {ids.dtype}"
-        )
-    longest, last = config.context_length, config.vocab_size - 1
-    if shape[0] == 0 or not 1 <= shape[1] <= longest:
-        raise ValueError(
-            f"ids must have a row and 1 to {longest} positions (context_length), got {shape}"
-        )
+    longest = config.context_length
+    last = config.vocab_size - 1
+    good = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
+    good = good and len(ids) > 0 and 1 <= ids.shape[1] <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
     # itself refuses bad ids.
-    if ids.is_cuda or torch._C._functorch.is_batchedtensor(ids):
-        return
-    low, high = ids.aminmax()
-    if low < 0 or high > last:
-        raise ValueError(f"ids must be in 0..{last} (vocab_size), got {low}..{high}")
+    if good and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
+        low, high = ids.aminmax()
+        good = bool(low >= 0) and bool(high <= last)
+    if not good:
+        raise ValueError(
+            f"ids must be a tensor of shape (B, T), int64 or int32, with 1 to {longest} positions "
+            f"and values in 0..{last}, got {getattr(ids, 'shape', short(ids))}"
+        )

@@ -70,7 +70,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     if p == 1:
         return out
     # The first p queries see the whole prefix: a second call without a mask.
-    first = F.scaled_dot_product_attention(q[:, :, :p], k[:, :, : star + p], v[:, :, : star + p])
+    keys = k[:, :, : star + p]
+    values = v[:, :, : star + p]
+    first = F.scaled_dot_product_attention(q[:, :, :p], keys, values)
     return torch.cat([first, out[:, :, p:]], dim=2)
 
 
@@ -88,21 +90,29 @@ def _few_passes(
     by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
     widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
     if widened and (q.dtype, v.dtype) != (wide, wide):
+        dtype = v.dtype
+        q = q.to(wide)
+        k = k.to(wide)
+        v = v.to(wide)
         with torch.autocast(q.device.type, enabled=False):
-            out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
-        return out.to(v.dtype)
+            out = _few_passes(q, k, v, spec, distance_bias)
+        return out.to(dtype)
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])
     B, H, T, D = q.shape
-    bias = bias.expand(B, H, -1, -1).flatten(0, 1)
-    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
+    bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
+    queries = q.flatten(0, 1)
+    keys = k.flatten(0, 1)
+    logits = torch.baddbmm(bias, queries, keys.mT, alpha=D**-0.5)
     logits = logits.view(B, H, T, -1)  # s_ij, (B, H, T, S)
     if spec.is_softmax:
         return logits.softmax(dim=-1) @ v
     if spec.hidden_is_zero:
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
-        return attention.normalise(logits, ~hidden, replace(spec, scale=1.0)).to(v.dtype) @ v
+        weights = attention.normalise(logits, ~hidden, replace(spec, scale=1.0))
+        return weights.to(v.dtype) @ v
     similarity, one = attention.in_range(logits, spec)
-    return divide(similarity @ v, attention.normalizer(similarity, ~hidden, spec, one))
+    total = attention.normalizer(similarity, ~hidden, spec, one)
+    return divide(similarity @ v, total)

@@ -22,7 +22,6 @@ EPSILON = 0.3  # of the metric
 def heads_by_block(
     heads: Any,
     layers: Sequence[int] | None = None,
-    color: str = COLORS["first"],
     ax: Axes | None = None,
 ) -> Axes:
     """Draw a dot per head at the height of its mean attention, block by block.
@@ -37,7 +36,7 @@ def heads_by_block(
     # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
     across = 1 + blocks[:, None] + 0.7 * ((np.arange(alpha.shape[1]) + 0.5) / alpha.shape[1] - 0.5)
     ax = ax or plt.gca()
-    ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=color)
+    ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=COLORS["first"])
     ax.axhline(EPSILON, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     ax.set(xlabel="block", ylabel=r"$\alpha_1$", ylim=(-0.02, 1.02))
     ax.set_xlim(blocks.min() + 0.4, blocks.max() + 1.6)  # no tick at a block 0

@@ -58,38 +58,33 @@ class Interactive:
     caption: str
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-        image, alt = base64.b64encode(png(self.figure)).decode(), alt_text(self.figure)
-        data = json.dumps(
-            {**self.data, "palette": PALETTE, "colors": COLORS}, separators=(",", ":")
-        )
-        folder = Path(__file__).parent
-        scripts = [
-            folder.joinpath(name).read_text(encoding="utf-8")
-            for name in (*SCRIPTS, "interactive.js")
-        ]
+        image = base64.b64encode(png(self.figure)).decode()
+        alt = alt_text(self.figure)
+        data = {**self.data, "palette": PALETTE, "colors": COLORS}
+        script = ""
+        for name in (*SCRIPTS, "interactive.js"):
+            script += Path(__file__).with_name(name).read_text(encoding="utf-8")
         page = PAGE.substitute(
             image=image,
             alt=html.escape(alt),
             caption=html.escape(self.caption, quote=False),
-            script="".join(scripts),
+            script=script,
             kind=self.kind,
             # "</script>" in a token would end the script, and "<!--" could swallow the page.
-            data=data.replace("<", "\\u003c"),
+            data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         )
-        return {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}, {
-            "image/png": {"alt": alt}
-        }
+        shown = {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}
+        return shown, {"image/png": {"alt": alt}}
 
 
-def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1") -> Interactive:
+def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
     """Play back how a sink emerges: every head's mean
-    attention to one key along training, one row per run.
+    attention to token 1 along training, one row per run.
 
     courses: by title, (evaluations, layers, heads), such as
     `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
-    color = COLORS["star" if key == "k*" else "first"]
     runs = []
     with mpl.rc_context(STYLE):
         still = Figure(figsize=(7.0, 0.5 + 1.9 * len(courses)), layout="constrained")
@@ -103,21 +98,22 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
             frames = alpha.reshape(len(steps), -1).round(3).tolist()
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
             runs.append({"name": title, "H": alpha.shape[2], "frames": frames, "means": means})
-            heads_by_block(alpha[-1], color=color, ax=dots)
-            dots.set_ylabel(f"attention to {key}")
-            line.plot(steps, means, color=color, linewidth=2.5)
+            heads_by_block(alpha[-1], ax=dots)
+            dots.set_ylabel("attention to token 1")
+            line.plot(steps, means, color=COLORS["first"], linewidth=2.5)
             line.set_title(title, parse_math=False)
             line.set(ylim=(0, 1), ylabel="mean of all heads")
         line.set(xlabel="training step")
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
-        f"Attention of every head to {key} at the end of training, and its mean along training: {', '.join(courses)}"
+        "Attention of every head to token 1 at the end of training, and its mean along training: "
+        + ", ".join(courses)
     )
     caption = (
-        f"A dot is a head, over its block, at the height of the attention that it gives to {key}. "
+        "A dot is a head, over its block, at the height of the attention that it gives to token 1. "
         "Grey rings show where each head ends. Press play, or move the slider."
     )
-    data = {"key": key, "color": color, "steps": list(steps), "runs": runs}
+    data = {"key": "token 1", "color": COLORS["first"], "steps": list(steps), "runs": runs}
     return Interactive("film", data, still, caption)
 
 

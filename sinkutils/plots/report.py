@@ -45,7 +45,6 @@ INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytic
 CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
 MAP_TOKENS = 24
 EPS = 0.3  # of Sink_1 on the page
-LARGEST_RATIO = "norm of h₁ / others, largest"
 PACKAGES = ("sinkutils", "torch", "transformers")
 ABSENT = "–"
 
@@ -222,10 +221,7 @@ def _row(report: Report) -> dict[str, str]:
     row = _shares(report.sink(1, EPS), report.interval(1, EPS), first, later, 1 + report.layers[0])
     if report.star is not None:  # of a learned sink, a key of its own or a sink token
         row["Sink*"] = f"{report.sink_star(EPS):.1f} %"
-    if report.hidden_norms is not None and report.hidden_peaks is not None and report.length > 1:
-        # The last block's state is about the next token: its norms are another matter.
-        ratios = norm_ratio(report.hidden_norms)
-        row[LARGEST_RATIO] = f"{max(ratios[:-1] or ratios):.1f}"
+    if report.hidden_peaks is not None:
         row["element of h₁ / median, largest"] = f"{report.hidden_peaks[:, 0].max():,.0f}"
     return row
 
@@ -261,9 +257,8 @@ def _references(shown: Iterable[str]) -> dict[str, dict[str, str]]:
         report = record["probes"]["natural"]["BOS" if about["trained_with_bos"] else "text"]
         alpha = np.array(report["alpha"][0])  # (layers, heads), of the first token
         first, *later = excess(alpha, report["floor"]).mean(axis=1).tolist()
-        row = _shares(report["sink"]["1"]["0.3"], report["interval"]["1"]["0.3"], first, later, 1)
-        row[LARGEST_RATIO] = f"{max(norm_ratio(report['hidden_norms'])[:-1]):.1f}"
-        rows[f"{about['title']} (reference)"] = row
+        sink, interval = report["sink"]["1"]["0.3"], report["interval"]["1"]["0.3"]
+        rows[f"{about['title']} (reference)"] = _shares(sink, interval, first, later, 1)
     return rows
 
 

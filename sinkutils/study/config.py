@@ -84,7 +84,8 @@ class RunConfig:
         check_name("experiment", self.experiment)
         check_name("preset", self.preset)
         require(self.seed <= LARGEST_SEED, f"seed must be at most {LARGEST_SEED}, got {self.seed}")
-        length, longest = self.train.eval_length, self.model.context_length
+        length = self.train.eval_length
+        longest = self.model.context_length
         require(length <= longest, f"eval_length {length} is longer than context_length {longest}")
 
 
@@ -117,11 +118,14 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the
     last step.
     """
-    peak, floor, warm = train.learning_rate, train.lr_floor, train.warmup_steps
+    peak = train.learning_rate
+    floor = train.lr_floor
+    warm = train.warmup_steps
     if step < warm:
         return peak * (step + 1) / warm
     done = min(1.0, (step - warm) / max(1, train.steps - 1 - warm))
-    return peak * (floor + (1 - floor) * (0.5 * (1 + math.cos(math.pi * done))))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (floor + (1 - floor) * cosine)
 
 
 def from_dict(cls: Any, values: Json) -> Any:
@@ -134,5 +138,7 @@ def from_dict(cls: Any, values: Json) -> Any:
         kind = checks.types(cls).get(name, (None,))[0]
         if dataclasses.is_dataclass(kind):
             value = from_dict(kind, value)
-        arguments[name] = tuple(value) if isinstance(value, list) else value
+        elif isinstance(value, list):
+            value = tuple(value)
+        arguments[name] = value
     return cls(**arguments)

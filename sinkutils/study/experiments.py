@@ -69,7 +69,8 @@ def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
-    of, context = value.get("of"), run.model.context_length
+    of = value.get("of")
+    context = run.model.context_length
     share = float(Fraction(value["times"]))
     whole: Any  # an int or a float, as the field
     if of == "context":

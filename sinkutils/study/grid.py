@@ -82,7 +82,7 @@ def plan(
     base = resolve("base", preset)
     runs = []
     for name in first:
-        for seed in seeds or range(experiment(name).seeds):
+        for seed in dict.fromkeys(seeds or range(experiment(name).seeds)):
             runs.append(config(name, preset, seed))
 
     # False sorts before True, and the sort keeps the table's order among equals.

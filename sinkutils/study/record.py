@@ -369,7 +369,11 @@ def remove(folder: Path, files: Collection[str]) -> None:
 
 def rounded(value: Any) -> Any:
     """What JSON makes of a value, with every float to five significant digits."""
-    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.5g}"))
+
+    def five_digits(digits: str) -> float:
+        return float(f"{float(digits):.5g}")
+
+    return json.loads(json.dumps(value), parse_float=five_digits)
 
 
 def versions() -> Json:
@@ -407,8 +411,10 @@ def _digests(target: Path) -> dict[str, str]:
     """What SHA256SUMS says: the digest of each file by its name."""
     try:
         require((target / SUMS).is_file(), "not there")
-        *lines, own = _text((target / SUMS).read_bytes()).decode().splitlines(keepends=True)
-        require(own == f"{_sha256(''.join(lines).encode())}  {SUMS}\n", "changed")
+        text = _text((target / SUMS).read_bytes()).decode()
+        *lines, own = text.splitlines(keepends=True)
+        digest = _sha256("".join(lines).encode())
+        require(own == f"{digest}  {SUMS}\n", "changed")
         digests = dict(line.split()[::-1] for line in lines)
     except (OSError, ValueError) as error:
         raise CorruptRecord(
@@ -427,7 +433,8 @@ def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     """What a file of a record holds, if it is as it was written."""
-    path, data = target / name, b""
+    path = target / name
+    data = b""
     with contextlib.suppress(OSError):
         if path.is_file():  # nor a pipe, which would be waited for
             data = path.read_bytes()

@@ -14,15 +14,23 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy
 
-from sinkutils.checks import instance, integer, require
+from sinkutils.checks import choice, instance, integer, require
 from sinkutils.study.config import Json, check_name
 
-# Of what a point of the curve says: a share is at most 100 percent, an excess at most 1.
-BOUNDS: dict[str, tuple[float, float]]
-BOUNDS = dict.fromkeys(("step", "valid_loss", "train_loss"), (0, math.inf))
-BOUNDS |= dict.fromkeys(("sink_1", "sink_2", "sink_3", "sink_4", "sink_star"), (0, 100))
-BOUNDS |= dict.fromkeys(("excess_1", "excess_star"), (-math.inf, 1))
-EVERY_POINT = ("step", "valid_loss", "sink_1")
+# How deep numbers are nested, their least and greatest value, and which these are
+Forms = tuple[tuple[int, float, float, tuple[str, ...]], ...]
+POINT: Forms = (
+    (0, 0, math.inf, ("step", "valid_loss", "train_loss")),
+    (0, 0, 100, ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")),  # percent
+    (0, -math.inf, 1, ("excess_1", "excess_star")),
+    (1, 0, math.inf, ("losses", "gradient_norms")),
+)
+NORMS = ("hidden_norms", "key_norms", "value_norms")
+REPORT: Forms = (
+    (3, 0, 1, ("alpha",)),  # (targets, L, H)
+    (2, 0, 1, ("alpha_star",)),  # (L, H)
+    (2, 0, math.inf, (*NORMS, "before_norm_norms", "hidden_peaks")),  # (L, T)
+)
 
 
 class Point(TypedDict):
@@ -68,60 +76,39 @@ def check_config(config: Json) -> None:
     check_name("experiment", config["experiment"])
     check_name("preset", config["preset"])
     integer("seed", config["seed"], least=0)
-    integer("recipe", config["recipe"], least=1)
     for name in ("name", "sha256"):
         instance(f"the corpus's {name}", config["corpus"][name], str)
+    counts = {"recipe": config["recipe"], "batch_size": config["train"]["batch_size"]}
     for name in ("context_length", "vocab_size", "num_layers", "num_heads"):
-        integer(name, config["model"][name], least=1)
-    integer("batch_size", config["train"]["batch_size"], least=1)
-    window = config["model"]["attention"]["window"]
-    if window is not None:
-        integer("window", window, least=1)
+        counts[name] = config["model"][name]
+    counts["window"] = config["model"]["attention"]["window"] or 1
+    for name, count in counts.items():
+        integer(name, count, least=1)
 
 
 def check_metrics(metrics: Any) -> None:
     """Hold that a run can end with these numbers."""
-    require(metrics["status"] in ("done", "failed"), f"status is {metrics['status']!r}")
+    final = metrics["final"]
+    choice("status", metrics["status"], ("done", "failed"))
     if metrics["reason"] is not None:
         instance("reason", metrics["reason"], str)
-    final = metrics["final"]
-    require(bool(final) or metrics["status"] == "failed", "final is empty")
-    points = [*metrics["curve"], final] if final else metrics["curve"]
+    points = metrics["curve"]
+    if final or metrics["status"] == "done":
+        points = [*points, final]
     for point in points:
-        for name in EVERY_POINT:
-            require(name in point, f"a point of the curve lacks {name}")
-        for name, (least, most) in BOUNDS.items():
-            if name in point:
-                _check_numbers(name, point[name], 0, least, most)
-        if "gradient_norms" in point:  # of a fine-tuning
-            _check_numbers("gradient_norms", point["gradient_norms"], 1, 0, math.inf)
-            _check_numbers("losses", point["losses"], 1, 0, math.inf)
+        _check_numbers(point, POINT, needed=("step", "valid_loss", "sink_1"))
     if "gradients" in final:
-        _check_numbers("gradients", final["gradients"]["input"], 2, 0, math.inf)
+        _check_numbers(final["gradients"], ((2, 0, math.inf, ("input",)),), needed=("input",))
     if "report" in final:
-        check_report(final["report"])
-
-
-def check_report(report: Any) -> None:
-    """Hold that attention lies within 0 to 1, that norms are finite, and that all have as many
-    blocks.
-    """
-    integer("T", report["T"], least=1)
-    alpha = _check_numbers("alpha", report["alpha"], 3, 0, 1)
-    targets, blocks, _ = alpha.shape  # (targets, L, H)
-    require(len(report["targets"]) == targets, "targets are not those of alpha")
-    require(report["targets"][0] == 1, "the first token is not the first target")
-    norms = ["hidden_norms", "key_norms", "value_norms"]
-    for name in ("before_norm_norms", "hidden_peaks", "alpha_star"):
-        if report.get(name):
-            norms.append(name)
-    for name in norms:  # by block
-        most = 1 if name == "alpha_star" else math.inf
-        rows = _check_numbers(name, report[name], 2, 0, most)
-        require(
-            len(rows) == blocks and rows.size > 0,
-            f"{name} is of {len(rows)} blocks and alpha of {blocks}",
-        )
+        report = final["report"]
+        integer("T", report["T"], least=1)
+        arrays = _check_numbers(report, REPORT, needed=("alpha", *NORMS))
+        targets, blocks, _ = arrays.pop("alpha").shape
+        require(len(report["targets"]) == targets, "targets are not those of alpha")
+        require(report["targets"][0] == 1, "the first token is not the first target")
+        for name, rows in arrays.items():
+            same = len(rows) == blocks and rows.size > 0
+            require(same, f"{name} is of {len(rows)} blocks and alpha of {blocks}")
 
 
 def check_alpha(arrays: Mapping[str, Any], metrics: Metrics, model: Json) -> None:
@@ -130,27 +117,24 @@ def check_alpha(arrays: Mapping[str, Any], metrics: Metrics, model: Json) -> Non
         least, most = alpha.aminmax()  # nan if any is
         require(bool(least >= 0) and bool(most <= 1), f"{name} is not within 0 to 1")
     if "curve" in arrays:
-        evaluations, _, layers, heads = arrays["curve"].shape
-        require(
-            evaluations == len(metrics["curve"]), "curve is not as long as that of metrics.json"
-        )
-        require(
-            (layers, heads) == (model["num_layers"], model["num_heads"]),
-            "curve is of another model",
-        )
+        evaluations, _, *heads = arrays["curve"].shape
+        require(evaluations == len(metrics["curve"]), "curve is not as long as in metrics.json")
+        require(heads == [model["num_layers"], model["num_heads"]], "curve is of another model")
 
 
 def _check_numbers(
-    name: str, values: Any, dimensions: int, least: float, most: float
-) -> numpy.ndarray[Any, Any]:
-    """Nested lists as an array, if they are so deep and of finite numbers in least..most."""
-    # An empty list has no kind of its own.
-    array = numpy.array(values, dtype=float if values == [] else None)
-    require(
-        array.ndim == dimensions and array.dtype.kind in "if",
-        f"{name} is not {dimensions} lists deep of numbers",
-    )
-    good = numpy.isfinite(array) & (least <= array) & (array <= most)
-    if not good.all():
-        raise ValueError(f"{name} is {array[~good][0]}, and has to be within {least} to {most}")
-    return array
+    values: Mapping[str, Any], forms: Forms, needed: tuple[str, ...]
+) -> dict[str, numpy.ndarray[Any, Any]]:
+    """The numbers of these forms as arrays, without those that may be left out and are."""
+    arrays = {}
+    for depth, least, most, names in forms:
+        for name in names:
+            if not values.get(name) and name not in needed and values.get(name) != 0:
+                continue
+            array = numpy.array(values[name])
+            good = array.ndim == depth and array.dtype.kind in "if"
+            good = good and bool(numpy.isfinite(array).all())
+            good = good and bool(((least <= array) & (array <= most)).all())
+            require(good, f"{name} is not {depth} lists deep, of numbers within {least} to {most}")
+            arrays[name] = array
+    return arrays

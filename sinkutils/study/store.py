@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import warnings
@@ -23,6 +22,7 @@ from sinkutils.study.experiments import preset as find_preset
 from sinkutils.study.grid import config, plan, resolve
 from sinkutils.study.record import (
     FILES,
+    RECIPE,
     SUMS,
     CorruptRecord,
     Folder,
@@ -38,7 +38,6 @@ from sinkutils.study.record import (
 )
 
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # All that the folder of an unfinished run may hold.
 UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")
 
@@ -79,19 +78,13 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Hold that a record may be written here: nothing is here but files of a record."""
-        what = ""
-        if self.folder.is_symlink():
-            what = "is a symbolic link"
-        elif self.folder.exists() and not self.folder.is_dir():
-            what = "is a file"
-        elif self.folder.exists():
-            others = sorted({path.name for path in self.folder.iterdir()} - FILES)
-            if others:
-                what = f"holds {', '.join(others[:3])}, which no record does"
-        if what:
+        if not os.path.lexists(self.folder):
+            return
+        plain = self.folder.is_dir() and not self.folder.is_symlink()
+        if not plain or {path.name for path in self.folder.iterdir()} - FILES:
             raise FileExistsError(
-                f"{self.folder} {what}, and is not replaced: move it away, or give --runs another "
-                "folder"
+                f"{self.folder} is a link, a file or a folder with files that no record has, "
+                "and is not replaced: move it away, or give --runs another folder"
             )
 
     def locked(self) -> bool:
@@ -117,16 +110,16 @@ class RunFolder:
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02)
-            lock.acquire()
-        except (Timeout, FileNotFoundError) as error:
-            # Not there: its last owner is removing the folder.
-            raise RunLocked(f"{self.name} is being trained by another process") from error
+            try:
+                lock.acquire()
+            except (Timeout, FileNotFoundError) as error:
+                # Not there: its last owner is removing the folder.
+                raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
-            what = "there are no locks" if error.errno in NO_LOCKS else "cannot write"
             raise OSError(
                 error.errno,
-                f"{what} below {self.folder.parent} ({error.strerror}): give --runs a folder on "
-                "another disk",
+                f"cannot lock a file below {self.folder.parent} ({error.strerror}): give --runs a "
+                "folder on another disk",
             ) from error
         with lock:
             try:
@@ -185,7 +178,11 @@ class Runs:
         only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
-        return [run for run in plan(preset, seeds, only) if self.of(run, corpus).record() is None]
+        missing = []
+        for run in plan(preset, seeds, only):
+            if self.of(run, corpus).record() is None:
+                missing.append(run)
+        return missing
 
     def entries(self, preset: str) -> Iterator[Record]:
         """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
@@ -259,6 +256,8 @@ def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record
             return replace(record, problem=("stale", str(error)))
         if not is_of(record, run, record.config["corpus"] if apart else None):
             reason = "the experiment or the recipe has changed since: train it again"
+            if record.config["recipe"] > RECIPE:
+                reason = "a later version of this package made it: update the package"
             return replace(record, problem=("stale", reason))
         record.check()
         return record
@@ -272,7 +271,8 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
     text = values.pop("corpus")
     wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
     # Of a run's many seeds only one is made into a dict.
-    return text == wanted and values == _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    same = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    return text == wanted and values == same
 
 
 _at_seed_0 = lru_cache(maxsize=1024)(config_dict)

@@ -27,7 +27,8 @@ def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> T
     """
     targets = chunks[:, 1, 1:]
     answers = targets != IGNORED
-    return CrossEntropy.apply(model(chunks[:, 0, :-1], kept=answers), targets[answers])
+    logits = model(chunks[:, 0, :-1], kept=answers)  # (N, V), of the answers alone
+    return CrossEntropy.apply(logits, targets[answers])
 
 
 class FinetuneRun(Run):
@@ -38,8 +39,12 @@ class FinetuneRun(Run):
     loss = staticmethod(answer_loss)
     each_step = True
     fixed_shapes = False  # as many logits as the answers have tokens
-    # The tokens of the answers.
-    weight = staticmethod(lambda part: int((part[:, 1, 1:] != IGNORED).sum()))
+
+    @staticmethod
+    def weight(part: Tensor) -> int:
+        """The number of the answers' tokens."""
+        answers = part[:, 1, 1:] != IGNORED
+        return int(answers.sum())
 
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from, and its tokenizer: not always the corpus's."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
-from sinkutils.measuring.destinations import destinations, line_breaks
-from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
@@ -53,18 +51,18 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         lse = torch.logsumexp(logits.float(), dim=-1)
         ctx.save_for_backward(logits, targets, lse)
-        return (lse - logits.gather(-1, targets[:, None])[:, 0].float()).mean()
+        of_targets = logits.gather(-1, targets[:, None])[:, 0]
+        return (lse - of_targets.float()).mean()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         logits, targets, lse = ctx.saved_tensors
         softmax = (logits.float() - lse[:, None]).exp()
         # int32, as comparing int64 takes twice the time of the exponential
-        onehot = (
-            torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-            == targets.int()[:, None]
-        )
-        return ((softmax - onehot.float()) * (grad_output / len(targets))).to(logits.dtype), None
+        tokens = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+        onehot = tokens == targets.int()[:, None]
+        gradient = (softmax - onehot.float()) * (grad_output / len(targets))
+        return gradient.to(logits.dtype), None
 
 
 def next_token_loss(
@@ -84,9 +82,12 @@ def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
     if not positions:
         return x
     # Slices, as a list of indices would be copied from the host, which no CUDA graph can hold.
-    starts = (0, *positions)
-    stops = (*(position - 1 for position in positions), x.shape[1])
-    return torch.cat([x[:, start:stop] for start, stop in zip(starts, stops, strict=True)], dim=1)
+    parts = []
+    start = 0
+    for position in positions:
+        parts.append(x[:, start : position - 1])
+        start = position
+    return torch.cat([*parts, x[:, start:]], dim=1)
 
 
 def instruction_set() -> list[str]:
@@ -99,18 +100,19 @@ def usable_precision(precision: str, device: torch.device) -> str:
     """bf16 where the config asks for it and the device has instructions for it, else fp32."""
     if precision != "bf16":
         return "fp32"
+    able = False
     if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        able = device.type == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(
-            instruction_set()
-        )
+    if device.type == "cpu":
+        has = instruction_set()
+        able = "avx512_bf16" in has or "amx_bf16" in has
     return "bf16" if able else "fp32"
 
 
 def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[Optimizer]:
     """The optimisers that a config names: one, but for muon, which needs AdamW for the rest."""
-    rate, decay = train.learning_rate, train.weight_decay
+    rate = train.learning_rate
+    decay = train.weight_decay
     if train.optimizer == "sgd":
         return [SGD(named.values(), rate, momentum=train.beta1, weight_decay=decay)]
     # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their
@@ -161,9 +163,13 @@ class Run:
         group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
-        self.config, self.corpus = config, corpus
-        self.device, self.group, self.start = device, group, start
-        self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
+        self.config = config
+        self.corpus = corpus
+        self.device = device
+        self.group = group
+        self.start = start
+        self.tokenizer = corpus.tokenizer
+        self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
@@ -176,8 +182,10 @@ class Run:
         self.ahead: Tensor | None = None
         # How a step is made on a GPU, if not one kernel at a time.
         self.graph: GraphedStep | None = None
-        self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        count, length = train.eval_sequences, train.eval_length
+        first = np.arange(min(train.valid_chunks, len(valid)))
+        self.valid = valid.take(first).to(device)
+        count = train.eval_sequences
+        length = train.eval_length
         ids = probe("natural", self.tokenizer, count, length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
@@ -197,7 +205,8 @@ class Run:
 
     def batches(self) -> tuple[Batches, Batches]:
         """What the run trains on, and what it is validated on."""
-        config, length = self.config, self.config.model.context_length
+        config = self.config
+        length = self.config.model.context_length
         # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
@@ -238,11 +247,12 @@ class Run:
 
     def batch(self) -> Tensor:
         """The chunks of this step, on the device; those of `AHEAD` steps come there in one copy."""
-        size, ahead = self.config.train.batch_size, self.step % AHEAD
-        if self.ahead is None or ahead == 0:
-            rows = self.chunks.batch(self.step // AHEAD, AHEAD * size, self.config.seed)
+        size = self.config.train.batch_size
+        copies, place = divmod(self.step, AHEAD)
+        if self.ahead is None or place == 0:
+            rows = self.chunks.batch(copies, AHEAD * size, self.config.seed)
             self.ahead = rows.to(self.device)
-        return self.ahead[ahead * size : (ahead + 1) * size]
+        return self.ahead[place * size : (place + 1) * size]
 
     def advance(self, forward: Any) -> Tensor:
         """One optimiser step; returns the loss of the batch, or of this process's share of it.
@@ -264,7 +274,8 @@ class Run:
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
             if self.group.size > 1:  # gradients are averaged with the last micro-batch
-                self.trained.require_backward_grad_sync = number == len(parts)  # type: ignore[assignment]
+                trained: Any = self.trained
+                trained.require_backward_grad_sync = number == len(parts)
             with self.autocast():
                 loss = forward(self.trained, part, self.unscored) / len(parts)
             loss.backward()
@@ -277,7 +288,8 @@ class Run:
 
     def losses(self) -> list[float]:
         """The loss of each step since the last evaluation, means over the group."""
-        return self.group.mean(torch.stack([loss for loss, _ in self.passed])).tolist()
+        losses = torch.stack([loss for loss, _ in self.passed])
+        return self.group.mean(losses).tolist()
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
@@ -312,10 +324,12 @@ class Run:
 
     def valid_loss(self) -> float:
         """The mean loss of the validation text, of which each part counts by its `weight`."""
-        parts = self.valid.split(32)
-        weights = [self.weight(part) for part in parts]
-        losses = [float(self.loss(self.model, part, self.unscored)) for part in parts]
-        return sum(map(operator.mul, losses, weights)) / sum(weights)
+        total = weights = 0.0
+        for part in self.valid.split(32):
+            weight = self.weight(part)
+            total += float(self.loss(self.model, part, self.unscored)) * weight
+            weights += weight
+        return total / weights
 
     @property
     def unscored(self) -> tuple[int, ...]:
@@ -323,7 +337,8 @@ class Run:
 
         They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
         """
-        data, prefix = self.config.data, self.config.model.attention.prefix
+        data = self.config.data
+        prefix = self.config.model.attention.prefix
         positions = {*range(1, prefix), *data.unscored}
         if data.fixed_position is not None and data.fixed_position > 1:
             positions.add(data.fixed_position - 1)
@@ -336,15 +351,19 @@ class Run:
 
 def sinks(report: Report) -> Json:
     """What a point of the curve says: Sink_k in percent, excess, x_1 by block (Section 3.1)."""
-    numbers: Json = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
+    numbers: Json = {}
+    for k in CURVE_TARGETS:
+        if k in report.targets:
+            numbers[f"sink_{k}"] = report.sink(k)
     numbers["excess_1"] = report.excess(1)
     if report.star is not None:
         numbers |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
     if report.length > 1:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
+        ratios = report.value_norms[:, 0] / others
         numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
-        numbers["value_ratio_1"] = three_digits((report.value_norms[:, 0] / others).tolist())
+        numbers["value_ratio_1"] = three_digits(ratios.tolist())
     return numbers
 
 
@@ -382,4 +401,6 @@ def of_report(report: Report) -> Json:
 
 def three_digits(values: Any) -> Any:
     """A number, or a list of them or of such lists, to three significant digits."""
-    return [three_digits(x) for x in values] if isinstance(values, list) else float(f"{values:.3g}")
+    if isinstance(values, list):
+        return [three_digits(x) for x in values]
+    return float(f"{values:.3g}")

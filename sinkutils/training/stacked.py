@@ -8,8 +8,7 @@ kernel serves them all.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
-from sinkutils.measuring.report import Report
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.study.store import Folder, Runs
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, make_optimizers, set_rate, without
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
+from sinkutils.training.trainer import how, may_graph, reproducible, save_run, to_their_ends
 
 
 def alike(config: RunConfig) -> tuple:
@@ -53,8 +51,11 @@ class Stack:
             config.train.optimizer == "adamw" and config.train.micro_batch is None,
             "runs to be stacked need optimizer='adamw' and no micro_batch",
         )
-        self.runs, self.device, self.model = runs, first.device, first.model
-        self.clip_norm, self.unscored = config.train.clip_norm, first.unscored
+        self.runs = runs
+        self.device = first.device
+        self.model = first.model
+        self.clip_norm = config.train.clip_norm
+        self.unscored = first.unscored
         self.parameters, _ = stack_module_state([run.model for run in runs])  # name -> (K, ..)
         for name, stacked in self.parameters.items():
             for run, view in zip(runs, stacked.detach(), strict=True):
@@ -94,9 +95,11 @@ class Stack:
         with sdpa_kernel(self.attention):
             logits = vmap(self.logits)(self.parameters, batch[:, :, :-1])  # (K, B, C, V)
         logits = without(logits.flatten(0, 1), self.unscored)
-        targets = without(batch[:, :, 1:].flatten(0, 1), self.unscored)
+        targets = batch[:, :, 1:].flatten(0, 1)
+        targets = without(targets, self.unscored)
         # Not CrossEntropy of run.py, which has but one mean.
-        each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        logits = logits.flatten(0, 1).float()
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return each.view(len(batch), -1).mean(dim=1)
 
     def logits(self, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
@@ -113,7 +116,8 @@ def clip_each(stacked: list[nn.Parameter], most: float) -> Tensor:
     norms = by_parameter.norm(dim=0)
     factors = (most / (norms + 1e-6)).clamp(max=1)
     for gradient in gradients:
-        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+        ones = [1] * (gradient.ndim - 1)
+        gradient.mul_(factors.view(-1, *ones))
     return norms
 
 
@@ -132,7 +136,8 @@ def train_stacked(
     and its wall clock is that of all. keep_weights: of which runs; by default of those that the
     study keeps. The rest: as for `train`.
     """
-    store, target = Runs(runs), find_device(device)
+    store = Runs(runs)
+    target = find_device(device)
     places = [store.of(config, corpus.identity) for config in configs]
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
@@ -145,34 +150,12 @@ def train_stacked(
                 missing.append(run)
                 folders[run] = place.folder
         if missing:
-            for run, reason, report in _to_their_ends(Stack(missing), graph):
+            together = Stack(missing)
+            if may_graph(missing[0]) if graph is None else graph:
+                together.graph = GraphedStep(together)
+            form = how(missing[0], compiled=False, graph=together.graph is not None)
+            for run in missing:
+                run.more["stacked"] = len(missing)
+            for run, reason, report in to_their_ends(missing, together.advance, form):
                 save_run(run, folders[run], reason, report, keep_weights(run.config))
     return [record for place in places if (record := place.record())]
-
-
-def _to_their_ends(
-    stack: Stack, graph: bool | None
-) -> Iterator[tuple[Run, str | None, Report | None]]:
-    """Each run as it ends, with the reason of a failure, or its last report."""
-    first = stack.runs[0]
-    train = first.config.train
-    if may_graph(first) if graph is None else graph:
-        stack.graph = GraphedStep(stack)
-    for run in stack.runs:
-        run.parts.append(how(run, compiled=False, graph=stack.graph is not None))
-        run.more["stacked"] = len(stack.runs)
-        run.evaluate([])
-    began = time.monotonic()
-    alive = list(stack.runs)
-    for step in range(1, train.steps + 1):
-        stack.advance()
-        if step % train.eval_every and step < train.steps:
-            continue
-        for run in list(alive):
-            reason, report = evaluated(run)
-            run.seconds = time.monotonic() - began
-            if reason is not None or step == train.steps:
-                yield run, reason, report
-                alive.remove(run)
-        if not alive:
-            return

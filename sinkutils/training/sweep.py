@@ -64,8 +64,12 @@ class Worker:
         """Its exit status, once it has ended, and its messages."""
         status = self.process.wait()
         output = self.log.read_bytes()[self.begin :].decode(errors="replace")
-        # Some messages stand behind a progress bar.
-        return status, [line.partition(SAID)[2] for line in output.splitlines() if SAID in line]
+        messages = []
+        for line in output.splitlines():
+            _, said, message = line.partition(SAID)  # some stand behind a progress bar
+            if said:
+                messages.append(message)
+        return status, messages
 
 
 def stop(workers: list[Worker]) -> None:
@@ -110,7 +114,8 @@ def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -
     if engine_name == "local":
         find_device(kind)
         if kind == "cuda":
-            return tuple(f"cuda:{worker % torch.cuda.device_count()}" for worker in range(jobs))
+            gpus = torch.cuda.device_count()
+            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
     return (kind,) * jobs
 
 
@@ -220,7 +225,7 @@ def sweep(
     text = None
     if corpus:
         options += ["--corpus", located(corpus)]
-        text = _text(preset_name, located(corpus))
+        text = _text_of(preset_name, located(corpus))
     queue = store.missing(preset_name, seeds, text, only)
     submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     if queue:
@@ -280,7 +285,7 @@ def sweep(
     return outcomes
 
 
-def _text(preset_name: str, corpus: str) -> Identity:
+def _text_of(preset_name: str, corpus: str) -> Identity:
     """What a text is, in the tokens of a preset."""
     return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
 
@@ -289,7 +294,8 @@ def _locked(place: RunFolder, store: Runs) -> bool:
     """Whether another process trains the run, or what it starts from."""
     run = place.config
     if isinstance(run, FinetuneConfig):
-        start = store.of(config(run.start, run.preset, run.seed), place.corpus)
+        before = config(run.start, run.preset, run.seed)
+        start = store.of(before, place.corpus)
         return place.locked() or start.locked()
     return place.locked()
 
@@ -316,6 +322,7 @@ def estimate(
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset names for its own steps."""
     base = preset(preset_name)
-    text = _text(preset_name, corpus) if corpus else None
+    text = _text_of(preset_name, corpus) if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)
-    return [(run, base.seconds * run.train.steps / base.train.steps) for run in planned]
+    a_step = base.seconds / base.train.steps
+    return [(run, a_step * run.train.steps) for run in planned]

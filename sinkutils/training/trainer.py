@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,16 @@ def train(
             return done
         group.once(place.check_free)
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
+        load_checkpoint(run, place.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
-        reason, report = _to_its_end(
-            run, place.checkpoint, checkpoint_seconds, progress, compile, graph
+        if graph:
+            run.graph = GraphedStep(run)
+        forward = torch.compile(run.loss) if compile else run.loss
+        step = partial(run.advance, forward)
+        form = how(run, compile, graph)
+        ((_, reason, report),) = to_their_ends(
+            [run], step, form, progress, place.checkpoint, checkpoint_seconds
         )
         return save_run(run, place.folder, reason, report, keep_weights)
 
@@ -139,7 +145,8 @@ def save_run(
     weights = run.model.state_dict() if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-    metrics, provenance = summary(run, report, reason), run.provenance()
+    metrics = summary(run, report, reason)
+    provenance = run.provenance()
     identity = run.corpus.identity
     return run.group.once(
         write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
@@ -151,7 +158,8 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
 
     Raises ValueError where the text has more kinds of tokens than the model.
     """
-    size, most = corpus.vocab_size, place.config.model.vocab_size
+    size = corpus.vocab_size
+    most = place.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(
         size <= most,
@@ -188,53 +196,59 @@ def _start_of(
     return start
 
 
-def _to_its_end(
-    run: Run,
-    checkpoint: Path,
-    checkpoint_seconds: float,
-    progress: bool,
-    compile: bool,
-    graph: bool,
-) -> tuple[str | None, Report | None]:
-    """Train from the last checkpoint to the last step: why it failed, and the last report."""
-    steps = run.config.train.steps
-    forward = torch.compile(run.loss) if compile else run.loss
-    load_checkpoint(run, checkpoint)
-    if graph:
-        run.graph = GraphedStep(run)
-    form = how(run, compile, graph)
-    if run.parts[-1:] != [form]:
-        run.parts.append(form)
-    # Without a step it is an untrained control: what position terms and biases do by themselves.
-    report = None if run.curve else run.evaluate([])
+def to_their_ends(
+    runs: Sequence[Run],
+    step: Callable[[], Any],
+    form: Json,
+    progress: bool = False,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Iterator[tuple[Run, str | None, Report | None]]:
+    """Train runs together: each as it ends, with the reason of its failure, or its last report.
+
+    step: takes the next step of all of them. form: what `how` says. checkpoint: where one run keeps
+    its state.
+    """
+    first = runs[0]
+    train = first.config.train
+    for run in runs:
+        if run.parts[-1:] != [form]:
+            run.parts.append(form)
+        if not run.curve:  # what position terms and biases do by themselves, without a step
+            run.evaluate([])
+    alive = list(runs)
     saved = time.monotonic()
-    began = saved - run.seconds
+    began = saved - first.seconds
     bar = tqdm(
-        total=steps,
-        initial=run.step,
-        desc=f"{run.config.experiment} seed {run.config.seed}",
+        total=train.steps,
+        initial=first.step,
+        desc=f"{first.config.experiment} seed {first.config.seed}",
         unit="step",
         leave=False,
         mininterval=2,
         disable=not progress,
     )
     with bar:
-        while run.step < steps:
-            run.advance(forward)
+        while alive:
+            step()
             bar.update()
-            if run.step % run.config.train.eval_every and run.step < steps:
+            ended = first.step == train.steps
+            if first.step % train.eval_every and not ended:
                 continue
-            reason, report = evaluated(run)
-            run.seconds = time.monotonic() - began
-            if reason is not None:
-                return reason, None
-            bar.set_postfix(loss=run.curve[-1]["valid_loss"], sink=run.curve[-1]["sink_1"])
+            for run in list(alive):
+                reason, report = evaluated(run)
+                run.seconds = time.monotonic() - began
+                if ended or reason is not None:
+                    yield run, reason, report
+                    alive.remove(run)
+                else:
+                    point = run.curve[-1]
+                    bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
-            due = run.step < steps and time.monotonic() - saved > checkpoint_seconds
-            if due and run.group.first:
-                save_checkpoint(run, checkpoint)
+            due = time.monotonic() - saved > checkpoint_seconds
+            if alive and due and checkpoint is not None and first.group.first:
+                save_checkpoint(first, checkpoint)
                 saved = time.monotonic()
-    return None, report
 
 
 def how(run: Run, compiled: bool, graph: bool) -> Json:
@@ -255,18 +269,16 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
     losses = run.losses()
     of_a_guess = math.log(run.config.model.vocab_size)
     reason = divergence(losses, hopeless=2 * of_a_guess)
-    if reason is None:
-        report = run.evaluate(losses)
-        if report is not None:
-            return None, report
-        reason = "the model computed what is not finite"
-    return f"{reason} by step {run.step}", None
+    report = None if reason else run.evaluate(losses)
+    if report is not None:
+        return None, report
+    return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
     """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
-    adamw = all(isinstance(optimizer, torch.optim.AdamW) for optimizer in run.optimizers)
-    return run.device.type == "cuda" and run.group.size == 1 and run.fixed_shapes and adamw
+    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
+    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:

@@ -15,7 +15,7 @@ from helpers import CPU
 from safetensors.torch import load_file
 
 from sinkutils import config, train
-from sinkutils.data.cache import pack_corpus
+from sinkutils.data.corpus import pack_corpus
 from sinkutils.paths import ROOT
 from sinkutils.study.record import read_record, record_folder
 from sinkutils.study.store import Runs

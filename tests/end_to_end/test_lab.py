@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import sinkutils as su
 from sinkutils.data.packing import fix_position
-from sinkutils.model.positions import rotate
+from sinkutils.model.attention import rotate
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
 PAGE = LAB / "index.html"

@@ -2,12 +2,13 @@
 
 import functools
 import math
+from unittest.mock import Mock
 
 import families
 import pytest
 import torch
 import transformers as tf
-from helpers import Largest, refused, refuses, spoil
+from helpers import WRONG, Largest, refused, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
 from torch.testing import assert_close
 
@@ -154,34 +155,36 @@ def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "mask", masks.sdpa_mask)
 
 
+@pytest.mark.parametrize("where", WRONG)
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
-@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
-def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, tried, monkeypatch):
-    """Also where only row 3 is wrong, which sees the first keys, and only in the model, not where it is tried out."""
+def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, where, monkeypatch):
+    """Also where only row 3 is wrong, which sees the first keys."""
     model, ids = build("llama" if kind == "causal" else "mistral"), tokens()
-    monkeypatch.setattr(flash, "TRUST", {})
     if kind == "mask":
         mask_without_positions(monkeypatch)
     expected = eager_alpha(model, ids, TARGETS)
     assert measure(model, ids, TARGETS).path == "fused"
-    spoil(monkeypatch, "in row 3")
-    if not tried:
-        flash.TRUST.clear()
-        with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
-            report = measure(model, ids, TARGETS)
-    else:
-        report = measure(model, ids, TARGETS)
+    spoil(monkeypatch, where)
+    report = measure(model, ids, TARGETS)
     assert report.path == "exact"
     assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:the fused kernel .*window attention")
-@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
-def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monkeypatch):
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_kernel_that_is_not_there_is_not_used_and_a_full_memory_is_said(error, monkeypatch):
+    model, ids = build("llama"), tokens()
+    expected = eager_alpha(model, ids, TARGETS)
+    monkeypatch.setattr(flash, "fused", Mock(side_effect=error("no such op")))
+    report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr(flash, "fused", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(model, ids, TARGETS)
+
+
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch):
     model, ids, mask = build("mistral"), tokens(), torch.ones(3, T, dtype=torch.long)
-    monkeypatch.setattr(flash, "TRUST", {})
-    if tried:
-        assert flash.trusted("window", ids.device, torch.float32, 8)
     mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
     right = flash.fused
 
@@ -280,3 +283,9 @@ def test_bad_input_is_a_clear_error():
         measure(model, ids, attention_mask=torch.ones(3, 1, T, T))
     refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
     refuses("bos must be True, False or None", measure, model, ids, bos="maybe")
+    ragged = torch.nested.nested_tensor([ids[0], ids[1]])
+    for without in (ids.to("meta"), ids.to_sparse(), ragged):
+        refuses("ids must be a dense tensor", measure, model, without)
+        refuses(
+            "attention_mask must be a dense tensor", measure, model, ids, attention_mask=without
+        )

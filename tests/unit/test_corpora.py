@@ -22,8 +22,14 @@ from helpers import refused, refuses
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import pack_corpus, write_meta, written_whole
-from sinkutils.data.corpus import CORPORA, SPLITS, load_corpus
+from sinkutils.data.corpus import (
+    CORPORA,
+    SPLITS,
+    load_corpus,
+    pack_corpus,
+    write_meta,
+    written_whole,
+)
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import train_tokenizer
 
@@ -168,7 +174,7 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
         str(text_folder): f"say 'path:{text_folder}'$",
         str(text_folder / "000.txt"): f"say 'path:{text_folder / '000.txt'}'$",
         f"path:{tmp_path}/nowhere": r"nowhere: no such folder or file",
-        f"path:{tmp_path}/empty": r"empty: there is no \.txt, \.md, \.jsonl file",
+        f"path:{tmp_path}/empty": r"empty: no such folder or file of text, .* \.txt, \.md, \.jsonl",
         f"path:{tmp_path}/two.jsonl": "has no document for train",
         f"path:{tmp_path}/latin.txt": r"latin\.txt is not UTF-8 text",
         "hub:owner/pictures": r"has the fields \['image', 'label'\], none of",
@@ -497,5 +503,5 @@ def test_a_text_saved_on_windows_is_the_same_text_and_another_encoding_is_named(
     (tmp_path / "b.jsonl").write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
     refuses("b.jsonl, line 1, is not UTF-8 text", external.read_texts, tmp_path / "b.jsonl")
     (tmp_path / "c.py").write_text("x = 1")
-    refuses(r"c\.py: the name of a file of text ends with one of \.txt", external.read_texts, tmp_path / "c.py",
+    refuses(r"c\.py: no such .* file of text, whose name ends", external.read_texts, tmp_path / "c.py",
             kind=FileNotFoundError)  # fmt: skip

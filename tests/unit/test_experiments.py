@@ -180,6 +180,7 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [
         ("sft_sigmoid_ultrachat", 1)
     ]
+    assert missing("laptop", tmp_path, (1, 1), ("fixed_1",)) == [("fixed_1", 1)]
     two = [("random_1_depth_6", 0), ("random_1_depth_6", 1)]
     assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == two
 

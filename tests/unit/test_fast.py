@@ -1,4 +1,4 @@
-"""The fast forms against the dense reference: values, gradients, and which form is trusted when."""
+"""The fast forms against the dense reference: values, gradients, and which form serves where."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, draw, name_of, refuses, spoil
+from helpers import draw, name_of, refuses
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -125,42 +125,6 @@ def test_neighbouring_distances_differ_in_bfloat16():
             out = (quick, attend(q, q, v, spec, distance_bias=g)[0])
         for x in out:
             assert float(x[0, 0, -1, 0]) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
-
-
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel was compared yet, and what is found here stays here."""
-    monkeypatch.setattr(flash, "TRUST", {})
-
-
-SPOILT = [
-    *(("in row 3", *of) for of in itertools.product(
-        ("causal", "window", "mask"), (torch.float32, torch.float64, torch.bfloat16))),
-    *(("beyond key 512", kind, torch.float32) for kind in ("causal", "mask")),
-    ("in base 2", "causal", torch.float32),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("where", "kind", "dtype"), SPOILT, ids=str)
-def test_a_wrong_log_sum_exp_is_caught_under_any_mask(where, kind, dtype, untried, monkeypatch):
-    assert flash.trusted(kind, CPU, dtype, 16)
-    spoil(monkeypatch, where)
-    flash.TRUST.clear()
-    with pytest.warns(UserWarning, match=f"fused kernel .*{kind} attention.* other row sums"):
-        assert not flash.trusted(kind, CPU, dtype, 16)
-
-
-def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
-    def asks(x: Tensor) -> Tensor:
-        return x + 1 if flash.trusted("window", x.device, x.dtype, x.shape[-1]) else x - 1
-
-    x = torch.zeros(3, 16)
-    # the second is another kind of mask
-    for kind, expected in ((None, -1), ("causal", -1), ("window", 1)):
-        if kind:
-            flash.TRUST[kind, x.device, x.dtype, 16] = True
-        torch.compiler.reset()
-        assert (torch.compile(asks, fullgraph=True, backend="eager")(x) == expected).all()
 
 
 def test_which_kernel_serves_where():

@@ -1,6 +1,8 @@
 """The registry of Table 8, and loading of local and recorded models."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -269,10 +271,21 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
         early = AssertionError("loaded before the folder is looked at")
         patch.setattr(load, "load_lm", Mock(side_effect=early))
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+        assert "there is no folder" in capsys.readouterr().err
+        assert cli.main([*command, str(tmp_path)]) == 2
+        assert "is a folder: give a file" in capsys.readouterr().err
+        assert cli.main([*command, str(there), "--beside", command[1]]) == 2
+        assert "must be another model" in capsys.readouterr().err
     there.write_text("an older page")
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(os, "fsync", Mock(side_effect=full))
+        assert cli.main([*command, str(there)]) == 2
+    said = capsys.readouterr().err
+    assert "page.html (No space left on device): free some space" in said
+    assert there.read_text() == "an older page" and [*tmp_path.glob(".*.tmp")] == []
     assert cli.main([*command, str(there)]) == 0
-    assert "random" in there.read_text() and [*tmp_path.glob("*.tmp")] == []
+    assert "random" in there.read_text() and [*tmp_path.glob(".*.tmp")] == []
 
 
 def write_gguf(path, model):

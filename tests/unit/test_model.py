@@ -20,14 +20,14 @@ from torch.testing import assert_close
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinkutils import AttentionSpec, attend, measure
-from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
-from sinkutils.model.positions import (
+from sinkutils.model.attention import (
     absolute_embedding,
     alibi_slopes,
     relative_buckets,
     rotary_tables,
     rotate,
 )
+from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
 

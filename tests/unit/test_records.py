@@ -152,6 +152,13 @@ def test_a_run_is_held_by_one_process_and_its_checkpoint_goes_with_its_record(ti
     assert not run.partial.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_where_no_folder_can_be_made_nobody_else_is_said_to_train(tiny):
+    """As below /proc, where making a folder ends with "not found": a sweep would wait for ever."""
+    with pytest.raises(OSError, match="cannot write below"), Runs("/proc/x").of(tiny).lock():
+        pass
+
+
 @pytest.mark.parametrize(
     "name",
     ["../precious", "a/b", "", ".", "..", "/tmp/x", "a\\b", ".hidden", "x\n", "c:", "x" * 101],
@@ -441,6 +448,13 @@ def test_a_stale_record_is_looked_at_only_where_its_numbers_are_shown(two, tmp_p
     tamper(two, metrics=b"[]")
     assert su.runs("smoke", tmp_path).status.tolist() == ["done", "corrupt"]
     assert len(su.claims("smoke", tmp_path)) > 100
+
+
+def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_path):
+    config = json.loads((two / "config.json").read_text())
+    for recipe, advice in ((1, "train it again"), (9, "update the package")):
+        tamper(two, config=changed(config, "recipe", recipe))
+        assert advice in su.record("k_bias", "smoke", 1, tmp_path).reason
 
 
 def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
-from sinkutils.measuring.destinations import destinations, line_breaks
-from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import Tally, attention_shares
 

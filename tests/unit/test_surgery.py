@@ -18,8 +18,7 @@ import sinkutils
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import Subject
 from sinkutils.measuring.surgery import edit, hide, set_back, stream, transplant, untouched
-from sinkutils.model.attention import AttentionSpec, attend
-from sinkutils.model.positions import rotate
+from sinkutils.model.attention import AttentionSpec, attend, rotate
 
 # What makes three blocks of a family
 MIXED = ["full_attention", "sliding_attention"]

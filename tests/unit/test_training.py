@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
-from sinkutils.measuring.destinations import destinations, line_breaks
-from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.experiments import PRESETS
