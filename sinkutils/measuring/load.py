@@ -199,14 +199,10 @@ def check_folder(path: Path) -> None:
                 )
     if _holds(path, ("config.json", "adapter_config.json", "*.gguf")):
         return
-    inner = [file.parent for file in path.glob("*/config.json")]
-    if inner:
-        newest = max(inner, key=lambda folder: folder.stat().st_mtime)
-        raise ModelUnavailable(
-            f"{str(path)!r} holds no model itself, but {len(inner)} folders of models: "
-            f"give one of them, {str(newest)!r} for instance"
-        )
-    raise ModelUnavailable(f"{str(path)!r} has no config.json: is it the folder of a model?")
+    advice = "is it the folder of a model?"
+    for config in path.glob("*/config.json"):  # of a training with its checkpoints
+        advice = f"give a folder in it, {str(config.parent)!r} for instance"
+    raise ModelUnavailable(f"{str(path)!r} has no config.json: {advice}")
 
 
 # transformers fills what a file lacks with random numbers, and drops what it does not know, with a

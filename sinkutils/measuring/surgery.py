@@ -38,7 +38,6 @@ from sinkutils.measuring.refusals import check_positions, check_range
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import Edit, OwnModel, Tally
-from sinkutils.measuring.wrappers import handed_over
 from sinkutils.model.decoder import TransformerLM
 
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
@@ -251,34 +250,37 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
     Yields an `OwnModel` or a `Capture`.
     """
     rows, _ = sequences(ids, None, TARGETS)
-    own = isinstance(model, TransformerLM)
-    if own and cache:
-        raise ValueError(
-            "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit"
-        )
-    inner: Any = model if own else handed_over(model)[1]
-    kind = type(inner).__name__
-    if not own and inner.get_output_embeddings() is None:
-        raise ValueError(
-            f"surgery needs a TransformerLM or a causal LM of transformers, got {kind}"
-        )
     state = LeftAsFound()
     with ONE_AT_A_TIME, state, state:
         state.evaluate(model)
-        if own:
-            source: Any = OwnModel(inner, Tally(TARGETS, ids.shape[1]))
+        source: OwnModel | Capture
+        if isinstance(model, TransformerLM):
+            require(
+                not cache,
+                "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
+            )
+            source = OwnModel(model, Tally(TARGETS, ids.shape[1]))
         else:
             source = observe(model, Pass(), state)
+            if source.model.get_output_embeddings() is None:
+                raise ValueError(
+                    "surgery needs a TransformerLM or a causal LM of transformers, got "
+                    f"{source.kind}"
+                )
         check_range(rows, source.vocabulary)
         source.check(rows)  # it also finds out which attention functions the model uses
-        if not own and (source.legacy or source.registered):
+        if isinstance(source, OwnModel):
+            yield source
+            return
+        if source.legacy or source.registered:
             raise ValueError(
-                f"{kind} has attention outside transformers' interface: "
+                f"{source.kind} has attention outside transformers' interface: "
                 "surgery works on eager and sdpa only"
             )
         if cache and not keeps_keys_and_values(source, ids[:1, :1]):
             raise ValueError(
-                f"{kind} keeps something else than keys and values of each layer between tokens"
+                f"{source.kind} keeps something else than keys and values of each layer between "
+                "tokens"
             )
         yield source
 

@@ -9,7 +9,6 @@ Two forms (`choose_form`):
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def _few_passes(
     if spec.hidden_is_zero:
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
-        weights = attention.normalise(logits, ~hidden, replace(spec, scale=1.0))
+        weights = attention.normalise(logits, ~hidden, spec) / spec.scale  # which the caller has
         return weights.to(v.dtype) @ v
     similarity, one = attention.in_range(logits, spec)
     total = attention.normalizer(similarity, ~hidden, spec, one)

@@ -146,7 +146,7 @@ def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path, way):
 
 def test_a_path_beside_the_folder_of_a_model_says_which_is_meant(tmp_path):
     saved(tmp_path / "checkpoint-10")
-    says = r"holds no model itself, but 1 folders of models: give one of them, '.*checkpoint-10'"
+    says = r"has no config.json: give a folder in it, '.*checkpoint-10'"
     refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
     for file in ("config.json", "model.safetensors"):
         path = tmp_path / "checkpoint-10" / file

@@ -155,7 +155,7 @@ def test_a_run_is_held_by_one_process_and_its_checkpoint_goes_with_its_record(ti
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_where_no_folder_can_be_made_nobody_else_is_said_to_train(tiny):
     """As below /proc, where making a folder ends with "not found": a sweep would wait for ever."""
-    with pytest.raises(OSError, match="cannot write below"), Runs("/proc/x").of(tiny).lock():
+    with pytest.raises(OSError, match="cannot lock a file below"), Runs("/proc/x").of(tiny).lock():
         pass
 
 
