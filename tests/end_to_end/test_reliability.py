@@ -72,9 +72,8 @@ def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken
 
 def test_a_k_bias_has_its_sink_at_smoke_and_the_base_has_none(tmp_path):
     """What the smoke preset is calibrated for, in its own steps and on its own text."""
-    runs = [
-        dataclasses.replace(config(name, "smoke"), train=SMOKE.train) for name in ("k_bias", "base")
-    ]
+    configs = [config(name, "smoke") for name in ("k_bias", "base")]
+    runs = [dataclasses.replace(run, train=SMOKE.train) for run in configs]
     ends = [train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs]
     biased, base = ends
     assert base["sink_1"] < 5 and biased["sink_star"] > base["sink_1"] + 15

@@ -198,9 +198,8 @@ def there(given: dict[str, Any], device: str, dtype: torch.dtype | None = None) 
 def test_cuda_equals_the_reference(operation, no_gpu):
     """The last of this file: none after it must see the GPU."""
     no_gpu.undo()
-    settings = itertools.product(
-        (torch.float32, torch.bfloat16), ({}, {"bias": "kv"}, {"window": 50}, {"prefix": 40})
-    )
+    masks = ({}, {"bias": "kv"}, {"window": 50}, {"prefix": 40})
+    settings = itertools.product((torch.float32, torch.bfloat16), masks)
     for (dtype, changes), position in itertools.product(settings, ("none", "heads")):
         spec = AttentionSpec(**operation, **changes)
         leaves, given = draw(spec, 333, position, dtype, shape=(2, 2, 64))

@@ -207,9 +207,8 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
             assert _needs_another(run, [], [other])
             assert not _needs_another(run, [], [replace(other, seed=9)])
     assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
-    assert not any("ultrachat" in name for name, _ in order), (
-        "what needs the network is trained where it is named"
-    )
+    named = any("ultrachat" in name for name, _ in order)
+    assert not named, "what needs the network is trained where it is named"
 
 
 # ---- runs

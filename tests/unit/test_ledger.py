@@ -122,9 +122,8 @@ def test_a_bar_that_is_a_share_of_the_bases_mean_has_the_bases_error():
 
 def test_a_margin_around_the_base_knows_that_it_is_the_same_base():
     base, elu = [0.2, 0.3, 0.4, 0.1, 0.5, 0.3], [0.2, 0.35, 0.35]
-    found = made({"fixed_1": base, "elu": elu}).estimate(
-        ["elu", "fixed_1"], "excess", Bar(-0.6, ("fixed_1", "excess"))
-    )
+    ours, bar = made({"fixed_1": base, "elu": elu}), Bar(-0.6, ("fixed_1", "excess"))
+    found = ours.estimate(["elu", "fixed_1"], "excess", bar)
     # (0.3 - 0.3) + 0.6 * 0.3; each of the base's seeds 0 to 2 weighs -1/3 + 0.1, seeds 3 to 5 weigh 0.1
     squares = 3 * (0.1 - 1 / 3) ** 2 + 3 * 0.1**2
     error = math.sqrt(0.0075 / 3 + 0.02 * squares)
@@ -328,6 +327,8 @@ def test_uniform_attention_has_no_excess_whatever_the_mask():
             assert excess(alpha, uniform_alpha(64, target, window)) == pytest.approx(0)
     # one key more
     assert uniform_alpha(4, "star") == pytest.approx(np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5]))
+    # chunks of three: queries 1 to 6 see 1, 2, 3, 1, 2, 3 keys, and x_1 is in the first chunk
+    assert uniform_alpha(6, 1, 3, True) == pytest.approx((1 + 1 / 2 + 1 / 3) / 6)
 
 
 def even(own_keys=0):
@@ -382,9 +383,8 @@ def test_a_run_is_read_by_block():
     assert numbers["onset"] == 1.0 and "learned_star" not in numbers
     points[1]["sink_1"] = 1.0
     # it never came
-    assert "onset" not in of_run(
-        config, {"status": "done", "final": points[1], "curve": points}, None
-    )
+    metrics = {"status": "done", "final": points[1], "curve": points}
+    assert "onset" not in of_run(config, metrics, None)
 
 
 def test_a_ratio_of_nothing_is_not_held():

@@ -27,9 +27,8 @@ def saved(folder, tokenizer: bool = True):
     model.save_pretrained(folder)
     if tokenizer:
         raw = word_tokenizer(90)
-        made = tf.PreTrainedTokenizerFast(
-            tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>"
-        )
+        ends = {"bos_token": "<bos>", "eos_token": "<eos>"}
+        made = tf.PreTrainedTokenizerFast(tokenizer_object=raw, **ends)
         made.save_pretrained(folder)
     return model
 
@@ -79,9 +78,8 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         "tiny/fixed_1/0": tmp_path / "elsewhere",
     }
     for name, runs in absent.items():
-        with pytest.raises(
-            ModelUnavailable, match=f"no recorded run '{name}': give preset/experiment/seed of one"
-        ):
+        says = f"no recorded run '{name}': give preset/experiment/seed of one"
+        with pytest.raises(ModelUnavailable, match=says):
             load_lm(name, runs=runs)
 
 

@@ -67,6 +67,13 @@ def test_initialisation_has_the_authors_variances():
     for name in ("embed.weight", "position_embedding", *blocks):
         assert std[name] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert model.norm.weight.eq(1).all()
+    biases = [block.attention.key_bias.flatten() for block in model.blocks]
+    assert torch.cat(biases).std().item() == pytest.approx(0.02, rel=0.1)
+    differential = LMConfig(**shape, sink_token=True, attention=AttentionSpec(differential=True))
+    later = TransformerLM(differential, 0)
+    assert later.sink.std().item() == pytest.approx(0.02, rel=0.15)
+    mixes = [block.attention.mix.flatten() for block in later.blocks]
+    assert torch.cat(mixes).std().item() == pytest.approx(0.1, rel=0.15)
     for ffn in FFNS:  # the output of SwiGLU alone starts small, as in the published code
         down = TransformerLM(LMConfig(**shape, ffn=ffn), 0).blocks[2].ffn.down.weight.std().item()
         expected = 1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import refuses
+from helpers import CPU, refuses
 
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
 
@@ -26,16 +26,29 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
     assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])
 
 
-def test_a_chunk_takes_one_token_more_than_its_inputs():
-    def chunks(count):
-        tokens = np.arange(count, dtype=np.uint16)
-        text = SimpleNamespace(
-            tokens=lambda split: tokens, name="made up", fix_id=2, first_text_id=3, vocab_size=300
-        )
-        return Chunks(text, "train", C, DataConfig())
+def chunks_of(count, context_length=C, device=CPU, **data):
+    """Chunks of the numbers 0, 1, .., with seed 3."""
+    text = SimpleNamespace(name="made up", fix_id=2, first_text_id=3, vocab_size=300)
+    text.tokens = lambda split: np.arange(count, dtype=np.uint16)
+    return Chunks(text, "train", context_length, DataConfig(**data), 3, device)
 
-    assert [len(chunks(n)) for n in (C + 1, 2 * C, 2 * C + 1)] == [1, 1, 2]
-    refuses("less than one chunk", chunks, C)
+
+def test_a_chunk_takes_one_token_more_than_its_inputs():
+    assert [len(chunks_of(n)) for n in (C + 1, 2 * C, 2 * C + 1)] == [1, 1, 2]
+    assert len(chunks_of(9, context_length=1)) == 8
+    refuses("less than one chunk", chunks_of, C)
+
+
+def test_what_a_seed_draws_stays_as_records_name_the_seed_alone():
+    chunks = chunks_of(5 * C + 1, random_positions=(1,))
+    assert chunks.redrawn[:, 0].tolist() == [10, 43, 19, 265, 246]
+    assert chunks.places.tolist() == [13, 14, 31, 26, 5]
+    assert (chunks.batch(0, 5, seed=3)[:, 1] // C).tolist() == [1, 4, 0, 2, 3]
+
+
+def test_elsewhere_all_tokens_go_to_the_device_as_signed_integers():
+    tokens = chunks_of(5 * C + 1, device=torch.device("meta")).tokens
+    assert (tokens.device.type, tokens.dtype, len(tokens)) == ("meta", torch.int32, 5 * C + 1)
 
 
 def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):

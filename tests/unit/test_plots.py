@@ -34,9 +34,8 @@ def no_figure_left_open():
 
 @pytest.fixture(scope="module")
 def model():
-    config = su.LMConfig(
-        vocab_size=50, context_length=48, num_layers=2, num_heads=3, hidden_size=24
-    )
+    sizes = {"num_layers": 2, "num_heads": 3, "hidden_size": 24}
+    config = su.LMConfig(vocab_size=50, context_length=48, **sizes)
     return su.TransformerLM(config, 0)
 
 

@@ -124,9 +124,8 @@ def byte_level(tmp_path):
 
 
 def fast(tmp_path):
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=byte_level(tmp_path), bos_token="<bos>", eos_token="<eos>"
-    )
+    ends = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=byte_level(tmp_path), **ends)
 
 
 def unigram(tmp_path):

@@ -133,9 +133,8 @@ def test_an_interval_is_over_texts_not_heads_at_95_percent():
     assert two.interval() == (0, 100)
     hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
     assert hundred.interval() == pytest.approx((40, 60), abs=1)
-    spread = report_of(
-        [[torch.linspace(0, 1, 97).roll(n)[:n].tolist() + [0] * (97 - n)] for n in range(97)]
-    )
+    rows = [torch.linspace(0, 1, 97).roll(n)[:n].tolist() + [0] * (97 - n) for n in range(97)]
+    spread = report_of([[row] for row in rows])
     assert spread.interval() == spread.interval()
 
 

@@ -294,9 +294,8 @@ def test_bf16_is_used_where_it_can_be(
 
 def test_muon_takes_the_linear_maps_of_the_blocks_alone():
     model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
-    both = training_run.make_optimizers(
-        dict(model.named_parameters()), TrainConfig(optimizer="muon")
-    )
+    parameters = dict(model.named_parameters())
+    both = training_run.make_optimizers(parameters, TrainConfig(optimizer="muon"))
     parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
     assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
     names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
