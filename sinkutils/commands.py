@@ -297,6 +297,8 @@ def measure_options(command: Parser) -> None:
     add("--bos", action="store_true", help="put a BOS first (the paper does not)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
+    add("--revision", help="of a hub id, such as step1000 of Pythia")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -311,7 +313,7 @@ def measure_command(options: argparse.Namespace) -> None:
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
-    loading = chosen(options, "device", "dtype", "runs")
+    loading = chosen(options, "device", "dtype", "revision", "runs", "trust_remote_code")
     texts = read_texts(options.text) if options.text else None
     kinds = [None] if options.text else options.probe
     size = (options.n, options.length, options.seed)
