@@ -282,6 +282,8 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
+    if gguf_file(Path(name)) and importlib.util.find_spec("gguf") is None:
+        return f"{name!r} is a GGUF file: pip install gguf"
     if Path(name, "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
     # PyTorch advises here to load it without weights_only, which would run whatever it holds.
@@ -290,6 +292,10 @@ def _why(name: str, offline: bool, error: Exception) -> str:
             f"{name!r} has a .bin file that is cut, or holds more than tensors, which could run "
             "any code: not loaded"
         )
+    if "deserializing header" in message:
+        return f"{name!r} could not be loaded: its .safetensors file is cut ({message[:200]})"
+    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
+        return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:
         return (
             f"{name!r} is not in the local cache and the hub cannot be reached: "

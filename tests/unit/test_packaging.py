@@ -171,7 +171,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"the same sigmoid, and {mean.sink_1.sigmoid_normalised:.1f} % do",
         f"whatever comes first ({statistics.mean(third['smollm2']['first']):.2f} of its attention)",
         f"Gemma on its BOS ({statistics.mean(third['gemma-3-270m']['bos']):.2f})",
-        f"a sink in {gemma['text']:.1f} % of its heads, and with one in {gemma['BOS']:.1f} %",
+        f"{gemma['text']:.1f} % of Gemma's heads have a sink without it, and {gemma['BOS']:.1f} % with it",
         f"{smol:.2f} % [",
     }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
