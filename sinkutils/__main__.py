@@ -11,7 +11,8 @@ from io import TextIOWrapper
 
 from sinkutils.commands import WRONG, parser
 
-LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 3, 130, 141, 143  # exit statuses
+# Exit statuses; a sweep knows LOCKED of its workers, and their messages by how they begin.
+LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 3, 130, 141, 143
 # What a user can mend is said in one line. The names are of errors whose modules load PyTorch.
 EXPECTED = (ValueError, OSError, ImportError, MemoryError)
 EXPECTED_NAMES = ("CorruptRecord", "RunLocked", "OutOfMemoryError")

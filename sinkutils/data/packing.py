@@ -17,6 +17,8 @@ from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
 
 CPU = torch.device("cpu")
+# The streams of random numbers of a seed. Another number makes other records.
+ORDER, REDRAWN, PLACES = 1, 5, 6
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Batches:
 
 @lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs take turns
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, 1, epoch]).permutation(length)
+    return np.random.default_rng([seed, ORDER, epoch]).permutation(length)
 
 
 class Chunks(Batches):
@@ -118,11 +120,9 @@ class Chunks(Batches):
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
         # tokens.
         size = (self.length, len(data.random_positions))
-        first = corpus.first_text_id
-        last = corpus.vocab_size
-        of_tokens = np.random.default_rng([seed, 5])
-        of_places = np.random.default_rng([seed, 6])
-        redrawn = of_tokens.integers(first, last, size=size)
+        of_tokens = np.random.default_rng([seed, REDRAWN])
+        of_places = np.random.default_rng([seed, PLACES])
+        redrawn = of_tokens.integers(corpus.first_text_id, corpus.vocab_size, size=size)
         places = of_places.integers(context_length, size=self.length)
         self.redrawn = torch.from_numpy(redrawn).to(device)
         self.places = torch.from_numpy(places).to(device)

@@ -181,6 +181,7 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
     # "More" is tested against no difference at all; it fails where none is left that counts.
     test = estimate if kind == "more" else beyond
     p = corrected.get(test, test.p)
+    # To hold, a check needs a corrected p. To fail, the plain interval is enough.
     shown = p <= LEVEL
     if kind == "absent":
         above = beyond.low > 0

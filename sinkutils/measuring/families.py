@@ -197,8 +197,8 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         mask = mask[None, None]
     part = call._replace(q=call.q[:, :, rows], mask=mask)
     out, weights = call.eager(call.module, part.q, part.k, part.v, mask, **call.kwargs)
-    # With a learned sink, rows of the tokens' weights sum to less than one. Granite's sum to one, and
-    # its output is scaled afterwards.
+    # With a learned sink, the weights of the tokens sum to less than one. Granite's sum to
+    # one, and its output is scaled afterwards.
     sink = call.sink
     if sink is not None and sink.ndim == 1:
         sums = weights.float().sum(dim=-1)

@@ -350,8 +350,8 @@ class Capture:
         if check.differs:
             reason = ": with is_causal off it sees later tokens" if self.needs_mask else ""
             raise ValueError(
-                f"{self.kind} computes something else by its attention {check.differs!r} than by the "
-                f"family's eager one, which is read{reason}; measure it after "
+                f"{self.kind} computes something else by its attention {check.differs!r} than by "
+                f"the family's eager one, which is read{reason}; measure it after "
                 "model.set_attn_implementation('eager')"
             )
 

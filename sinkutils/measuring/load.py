@@ -293,7 +293,10 @@ def _why(name: str, offline: bool, error: Exception) -> str:
             "any code: not loaded"
         )
     if "deserializing header" in message:
-        return f"{name!r} could not be loaded: its .safetensors file is cut or is something else: {message[:200]}"
+        return (
+            f"{name!r} could not be loaded: its .safetensors file is cut or is something else: "
+            f"{message[:200]}"
+        )
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
         return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:

@@ -98,7 +98,8 @@ def measure(
     tally = Tally(targets, int(lengths.max()), norms, pairs)
     order: list[int] = []  # of the rows as they run: those of one length together
     state = LeftAsFound()
-    with ONE_AT_A_TIME, state, state:  # twice: why is said there
+    # Entered twice: an interrupt while the inner one puts the model back leaves it to the outer.
+    with ONE_AT_A_TIME, state, state:
         state.evaluate(model)
         source: OwnModel | Capture
         if isinstance(model, TransformerLM):

@@ -251,7 +251,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
     """
     rows, _ = sequences(ids, None, TARGETS)
     state = LeftAsFound()
-    with ONE_AT_A_TIME, state, state:
+    with ONE_AT_A_TIME, state, state:  # twice, as in `measure`
         state.evaluate(model)
         source: OwnModel | Capture
         if isinstance(model, TransformerLM):

@@ -154,21 +154,21 @@ class Tally:
     def report(
         self,
         source: OwnModel | Capture,
-        order: Tensor,
+        places: Tensor,
         lengths: Tensor,
         epsilons: tuple[float, ...],
     ) -> Report:
         """The report of all that was added.
 
-        source: what ran the model. order: (samples,), where each sample stands among those of all
+        source: what ran the model. places: (samples,), where each sample stands among those of all
         batches. lengths: (samples,). Raises NotFinite, and ValueError for layers with different
         numbers of heads.
         """
         # As in `self.values`, but of all batches: (samples, ..), in the order of the ids.
         values: Any = defaultdict(dict)
-        for name, batches_of in self.values.items():
-            for place, batches in sorted(batches_of.items()):
-                values[name][place] = torch.cat(batches).cpu()[order]
+        for name, by_layer in self.values.items():
+            for layer, batches in sorted(by_layer.items()):
+                values[name][layer] = torch.cat(batches).cpu()[places]
         alphas = values["alpha"]  # layer -> (samples, targets, heads)
         counts = sorted({alpha.shape[-1] for alpha in alphas.values()})
         require(

@@ -187,13 +187,13 @@ class Extras(NamedTuple):
 def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
     """The mask M of Eq. 4: whether the query at `row` sees the key at `column`, elementwise.
 
-    Positions are from 0. Causal, within the window w, and the first p keys always (Section 6), as
-    k* at position -1.
+    Positions of the sequence, from 0. A query sees the keys up to its own, or the last w of them.
+    Without a window it sees the first p keys of all, too (Section 6).
     """
-    before = row >= column
+    causal = row >= column
     if spec.window is None:
-        return before | (column < spec.prefix)
-    return before & (row - column < spec.window) | (column < 0)
+        return causal | (column < spec.prefix)
+    return causal & (row - column < spec.window)
 
 
 def attend(

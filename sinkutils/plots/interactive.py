@@ -171,12 +171,14 @@ def explore(
         )
         heading.set_parse_math(False)
     still.set_label(
-        f"Attention map of {title}, with tokens on both axes, and every head's attention to the first token"
+        f"Attention map of {title}, with tokens on both axes, and every head's attention to the "
+        "first token"
     )
     caption = (
-        "Left, the attention that every head gives to the first token, by block. Right, the map of one head: a row per "
-        "query, a column per key, the first key framed; square roots of the weights, so that small ones show. Click a "
-        "head; point at a row to read where that query looks."
+        "Left, the attention that every head gives to the first token, by block. Right, the map of "
+        "one head: a row per query, a column per key, the first key framed; square roots of the "
+        "weights, so that small ones show. Click a head; point at a row to read where that query "
+        "looks."
     )
     return Interactive("explorer", data, still, caption)
 

@@ -133,9 +133,10 @@ def from_dict(cls: Any, values: Json) -> Any:
 
     Raises TypeError for unknown fields.
     """
+    types = checks.types(cls)  # by field: its type, and then what else it takes
     arguments = {}
     for name, value in values.items():
-        kind = checks.types(cls).get(name, (None,))[0]
+        kind, *_ = types.get(name, (None,))  # an unknown field is refused by cls
         if dataclasses.is_dataclass(kind):
             value = from_dict(kind, value)
         elif isinstance(value, list):

@@ -37,6 +37,9 @@ TUNING = {
     "train.weight_decay": 0.0,
 }
 
+FIRST_SEEDS = 3  # of every setting
+HEADLINE_SEEDS = 6  # of a setting that the paper's headline rests on
+
 
 def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     """The run of an experiment ("base": the preset's base) at a preset.
@@ -76,19 +79,22 @@ def plan(
     preset leaves out is trained where it is named.
     """
     names = only or [name for name in _all(preset) if not experiment(name).download]
-    first = dict.fromkeys(resolve(name, preset) for name in names)  # of equal runs
+    names = list(dict.fromkeys(resolve(name, preset) for name in names))  # one of equal runs
     if only is None:
-        first = {name: None for name in first if name not in find_preset(preset).leaves_out}
+        names = [name for name in names if name not in find_preset(preset).leaves_out]
     base = resolve("base", preset)
     runs = []
-    for name in first:
+    for name in names:
         for seed in dict.fromkeys(seeds or range(experiment(name).seeds)):
             runs.append(config(name, preset, seed))
 
     # False sorts before True, and the sort keeps the table's order among equals.
     def turn(run: RunConfig) -> tuple[bool, ...]:
         row = experiment(run.experiment)
-        return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
+        after_paper = row.section == AFTER_PAPER
+        further_seed = run.seed >= FIRST_SEEDS
+        headline = row.seeds >= HEADLINE_SEEDS
+        return after_paper, further_seed, row.name != base, not headline
 
     return sorted(runs, key=turn)
 

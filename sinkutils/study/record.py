@@ -5,7 +5,8 @@ data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's,
 <preset>@<corpus>-<hash>/..
     config.json        everything that determines the run, the recipe's number, and the corpus by
                        name and hash
-    metrics.json       the curve and the final values, or status "failed" and the reason
+    metrics.json       the curve and the final values, alpha of every head among them, or status
+                       "failed" and the reason
     alpha.safetensors  alpha along the curve: (evaluations, targets and * if any, L, H), mean over
                        texts, float16
     provenance.json    device, precision, versions, time: never part of a comparison

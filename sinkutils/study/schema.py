@@ -129,9 +129,10 @@ def _check_numbers(
     arrays = {}
     for depth, least, most, names in forms:
         for name in names:
-            if not values.get(name) and name not in needed and values.get(name) != 0:
+            value: Any = values.get(name)
+            empty = not value and value != 0  # None or an empty list; 0 is a number
+            if empty and name not in needed:
                 continue
-            value = values[name]
             if depth == 0:  # a record has a hundred of these: an array of each would take long
                 good = type(value) in (int, float)
                 good = good and least <= value <= most and abs(value) < math.inf

@@ -38,7 +38,7 @@ class Group:
         return self.rank == 0
 
     def once(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function(*arguments)` returns on rank 0, the only one to call it, in every one."""
+        """Call function(*arguments) on rank 0 alone, and return its result in every process."""
         if self.size == 1:
             return function(*arguments)
         result = [function(*arguments) if self.first else None]

@@ -129,9 +129,9 @@ def train(
         forward = torch.compile(run.loss) if compile else run.loss
         step = partial(run.advance, forward)
         form = how(run, compile, graph)
-        ((_, reason, report),) = to_their_ends(
-            [run], step, form, progress, place.checkpoint, checkpoint_seconds
-        )
+        # A generator, as the runs of a stack end one by one: unpacking it trains this one run.
+        ended = to_their_ends([run], step, form, progress, place.checkpoint, checkpoint_seconds)
+        ((_, reason, report),) = ended
         return save_run(run, place.folder, reason, report, keep_weights)
 
 
@@ -204,7 +204,7 @@ def to_their_ends(
     checkpoint: Path | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> Iterator[tuple[Run, str | None, Report | None]]:
-    """Train runs together: each as it ends, with the reason of its failure, or its last report.
+    """Train runs together. Yields each as it ends, with why it failed, or with its last report.
 
     step: takes the next step of all of them. form: what `how` says. checkpoint: where one run keeps
     its state.
@@ -362,6 +362,7 @@ def _state_of(run: Run, path: Path) -> Json:
         reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
     except CorruptRecord as error:
         reason = str(error)
+    # A sweep finds this warning in the log of its worker by these words (`sweep.AGAIN`).
     warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
     return {}
 
