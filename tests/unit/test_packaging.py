@@ -165,7 +165,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     natural = real["gemma-3-270m"]["probes"]["natural"]
     gemma = {name: kept["sink"]["1"]["0.3"] for name, kept in natural.items()}
     said = {
-        f"it takes {mean.sink_star.k_bias:.1f} %",
+        f"it becomes the sink in {mean.sink_star.k_bias:.1f} % of cases",
         f"the first token keeps {mean.sink_1.k_bias:.1f} % ({mean.sink_1.fixed_1:.1f} % before)",
         f"With sigmoid attention {mean.sink_1.sigmoid:.1f} % of the heads",
         f"the same sigmoid, and {mean.sink_1.sigmoid_normalised:.1f} % do",
