@@ -75,7 +75,8 @@ async function pass(name, tokens, { place, drop, hide, element, flat }) {
 // The same of a real model: of the text, if that is one of its sentences, else of the first sentence.
 async function mapsOf(name) {
   const { texts, packed } = DATA.real[name];
-  const which = 2 * Math.max(0, DATA.sentences.indexOf(state.text)) + state.bos;
+  const own = DATA.sentences.indexOf(state.text), [, , , bos = 0] = DATA.words[name];
+  const which = own < 0 ? bos : 2 * own + state.bos;
   shades[name] ??= new Uint8Array(await inflate(packed));
   const size = ({ labels: { length: T } }) => T * (T + 1) / 2; // a causal map's
   const { labels, alpha } = texts[which];
@@ -320,8 +321,8 @@ function table(holder, rows) {
 
 function buildModels() {
   $("models").append(...NAMES.map((model) => {
-    const [title, , head] = DATA.words[model], picture = make("span", { className: "figure" });
-    const onclick = () => choose({ model, head: head ?? state.head });
+    const [title, , head, bos = 0] = DATA.words[model], picture = make("span", { className: "figure" });
+    const onclick = () => choose({ model, head: head ?? state.head, bos });
     return make("button", { type: "button", id: `model-${model}`, onclick }, picture,
       make("strong", {}, title), make("output", {}));
   }));
