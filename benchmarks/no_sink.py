@@ -1,4 +1,4 @@
-"""Models whose later blocks have no sink, opened, into data/no_sink.json:
+"""Three models whose later blocks have no sink, and one that has, opened, into data/no_sink.json:
 
     python benchmarks/no_sink.py FOLDER
 
