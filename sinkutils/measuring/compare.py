@@ -44,9 +44,8 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     else:
         warnings.warn("the reports are of different token ids: nothing is paired", stacklevel=2)
         interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
-    mean = after.mean(axis=0) - before.mean(
-        axis=0
-    )  # (layers or 1, heads or 1), as are low and high
+    # (layers or 1, heads or 1), as are low and high
+    mean = after.mean(axis=0) - before.mean(axis=0)
     columns = {"mean": mean.ravel(), "low": interval.low.ravel(), "high": interval.high.ravel()}
     blocks, heads = (range(1, size + 1) for size in mean.shape)
     index = pd.MultiIndex.from_product([blocks, heads], names=["block", "head"])
