@@ -181,9 +181,10 @@ function gated(up, T, F) {
 }
 
 // ids -> {maps (L, H, T, T), stars (L, H, T) of k*, spent (L, H, T), alpha (L, H), losses (T - 1)}.
-// edits: {hide, flat: whether; element: a factor}. Weights of a sigmoid need not sum to one: `spent` is
-// their sum, and maps, stars and alpha are shares of it, as su.measure has them.
-function forward(weights, config, ids, edits) {
+// edits: {hide, flat: whether; element: a factor}. alpha: to the token at `sink`, a mean over the queries
+// that see it. Weights of a sigmoid need not sum to one: `spent` is their sum, and maps, stars and alpha
+// are shares of it, as su.measure has them.
+function forward(weights, config, ids, edits, sink = 0) {
   const { L, H, D, F, learned, sigmoid } = config, d = H * D, T = ids.length;
   const maps = new Float32Array(L * H * T * T), alpha = new Float32Array(L * H);
   const stars = new Float32Array(L * H * T), spent = new Float32Array(L * H * T).fill(1);
@@ -202,7 +203,7 @@ function forward(weights, config, ids, edits) {
       for (let j = 0; j <= t; j++) maps[at * T + j] = row[j] / sum;
       stars[at] = ofStar / sum;
       if (sigmoid) spent[at] = sum;
-      alpha[layer * H + head] += row[0] / sum / T;
+      if (t >= sink) alpha[layer * H + head] += row[sink] / sum / (T - sink);
     };
     const out = attention(q, k, v, T, config, of("attention.key_bias"), edits.hide, keep);
     addToState(linear(of("attention.out.weight"), out, T, d));
@@ -224,10 +225,10 @@ function forward(weights, config, ids, edits) {
 if (typeof WorkerGlobalScope !== "undefined") {
   const known = new Map();
   let models;
-  self.onmessage = async ({ data: { number, set, config, ids, edits, ...rest } }) => {
+  self.onmessage = async ({ data: { number, set, config, ids, edits, sink, ...rest } }) => {
     models ??= rest.models;
     if (!set) return;
     const weights = await weightsOf(set, models, known);
-    self.postMessage({ number, ...forward(weights, config, ids, edits) });
+    self.postMessage({ number, ...forward(weights, config, ids, edits, sink) });
   };
 }
