@@ -158,7 +158,7 @@ function show() {
 
 function showNumbers() {
   const { edited, trained } = results;
-  const rows = [["mean attention", ({ alpha }) => mean(alpha)],
+  const rows = [["attention, mean of all heads", ({ alpha }) => mean(alpha)],
     ["even attention", ({ labels, sink }) => evenShare(labels.length, sink)]];
   if (configOf().star) rows.push(["to the own key", (one) => mean(starOf(one))]);
   if (isLive()) rows.push(["loss, nats a token", lossOf]);
