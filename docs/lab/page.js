@@ -43,13 +43,13 @@ function readAddress() {
 const waiting = new Map(); // what resolves the promise of each request, by its number
 let worker, requests = 0;
 
+const trouble = (words) => { $("trouble").textContent = words; };
+
 function startWorker() {
   const source = new Blob([$("model").textContent], { type: "text/javascript" });
   worker = new Worker(URL.createObjectURL(source));
   worker.onmessage = ({ data }) => waiting.get(data.number)(data);
-  worker.onerror = ({ message }) => {
-    $("trouble").textContent = `The models do not run in this browser: ${message}`;
-  };
+  worker.onerror = ({ message }) => trouble(`The models do not run in this browser: ${message}`);
   worker.postMessage({ models: DATA.models });
 }
 
@@ -92,7 +92,7 @@ async function compute() {
   if (!isLive() && !DATA.sentences.includes(state.text)) state.text = DATA.sentences[0];
   const now = ++round, tokens = TOKENIZER.encode(state.text), room = CONTEXT - configOf().fixed;
   writeAddress();
-  $("note").textContent = !isLive() ? "Of this model the maps of the listed sentences were stored."
+  $("note").textContent = !isLive() ? "This model was run beforehand, on the sentences of the list."
     : tokens.length < 3 ? "There is too little text: the picture is of the one before."
       : tokens.length > room ? `The text is long: the model reads its first ${room} tokens.`
         : `${tokens.length} tokens. Most words are several tokens.`;
@@ -193,8 +193,9 @@ function showMap() {
   const sum = configOf().sigmoid && spent[at + query].toFixed(2);
   $("looks").textContent = looksAt(view)
     + (sum ? ` These are shares of the ${sum} that it spends.` : "");
-  $("next").textContent = losses?.[query] === undefined ? ""
-    : `The loss of the next token, “${labels[query + 1]}”, is ${losses[query].toFixed(2)} nats.`;
+  const loss = losses?.[query]?.toFixed(2);
+  $("next").textContent =
+    loss ? `The loss of the next token, “${labels[query + 1]}”, is ${loss} nats.` : "";
 }
 
 // A model's card, with all its heads as a square of cells, a row a block.
@@ -229,7 +230,6 @@ function showControls() {
     `${step.toLocaleString("en")} steps`);
   set("place", { max: labels.length + state.drop, value: state.place, disabled: !fixed },
     fixed ? state.place : "(this model has none)");
-  $("undo").disabled = !operated();
 }
 
 // A slider, and what says its value: to eyes and to a screen reader.

@@ -1,5 +1,4 @@
-// The guided tour, whose words are in texts.yaml: each step has a guess before its picture, and its
-// numbers are computed. And the start of the page.
+// The guided tour, a guess before each picture; its words are in texts.yaml. And the page's start.
 
 const stepNow = () => DATA.tour[state.tour - 1];
 
@@ -7,10 +6,7 @@ const stepNow = () => DATA.tour[state.tour - 1];
 const inWords = (value) =>
   (stepNow().heads ? `${value} of ${stepNow().heads} heads` : value.toFixed(2));
 
-function answer() {
-  const { alpha } = results.edited;
-  return stepNow().heads ? above(alpha) : alpha[state.head - 1];
-}
+const answer = ({ alpha }) => (stepNow().heads ? above(alpha) : alpha[state.head - 1]);
 
 function showTour() {
   const step = stepNow(), { length } = DATA.tour;
@@ -50,16 +46,14 @@ async function reveal(event) {
   await compute();
   curtain(false);
   show();
-  const guess = inWords(Number($("guess").value));
-  const verdict = make("strong", {}, `You guessed ${guess}, and it is ${inWords(answer())}. `);
+  const guess = inWords(Number($("guess").value)), found = inWords(answer(results.edited));
+  const verdict = make("strong", {}, `You guessed ${guess}, and it is ${found}. `);
   $("verdict").replaceChildren(verdict, stepNow().after);
   $("tour-next").focus();
 }
 
 function start() {
-  if (!window.DecompressionStream) {
-    $("trouble").textContent = "This browser is too old: the models need one of 2024.";
-  }
+  if (!window.DecompressionStream) trouble("This browser is too old: the models need one of 2024.");
   startWorker();
   buildControls();
   $("tour-form").onsubmit = reveal;

@@ -1,7 +1,7 @@
-// How heads and maps are shown, in the notebooks' interactive pictures and in the lab. SVG made element
-// by element, so that any text in it is text. Three rules of colour, as everywhere in the study: one
-// palette for attention; orange is the first token and green a key of a head's own; all else is grey.
-// DATA has the palette and the colours. Tokens, heads and queries count from 0 here, from 1 in words.
+// How heads and maps are shown, in the notebooks' interactive pictures and in the lab. SVG made
+// element by element, so that any text in it is text. One palette for attention. Orange is the
+// sink, green a key of a head's own, and all else is grey. DATA has the palette and the colours.
+// Tokens, heads and queries count from 0 here, from 1 in words.
 
 const INK = "#222222", GREY = "#707070", LIGHT = "#b8b8b8";
 const SANS = "DejaVu Sans, Verdana, sans-serif", MONO = "DejaVu Sans Mono, monospace";
@@ -39,7 +39,8 @@ function picture(holder, width, height, name) {
 
 // Where a pointer is, in the picture's own units.
 function pointIn(svg, event) {
-  const { left, top, width } = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / width;
+  const { left, top, width } = svg.getBoundingClientRect();
+  const scale = svg.viewBox.baseVal.width / width;
   return [(event.clientX - left) * scale, (event.clientY - top) * scale];
 }
 
@@ -75,7 +76,8 @@ function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 
   const room = Math.ceil(longest * size * 0.62) + 8, top = room + 44; // for the labels
   const left = room + (starAt ? side + 8 : 0);
   const svg = picture(holder, Math.max(left + T * side + 4, 280), top + T * side + 4, title);
-  title.split("\n").forEach((words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
+  title.split("\n").forEach(
+    (words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
   const column = (label, x) => add(svg, "text",
     { ...font, transform: `translate(${x + side * 0.72} ${top - 6}) rotate(-90)` }, short(label));
   labels.forEach((label, i) => {
@@ -110,12 +112,12 @@ function looksAt({ labels, share, starAt, query }) {
   return `It gives ${most.map(([key, value]) => `${value.toFixed(2)} to ${key}`).join(", ")}.`;
 }
 
-// What the token at `sink` gets from a head that spreads its attention evenly: a mean over its queries.
+// What the token at `sink` gets from even attention: a mean over the queries that see it.
 const evenShare = (T, sink = 0) =>
   [...Array(T).keys()].slice(sink).reduce((sum, i) => sum + 1 / (i + 1), 0) / (T - sink);
 
-// Every head as a dot over its block, at the height of the attention that it gives; green diamonds: to a
-// key of its own; rings: before, or after. Returns which head is at a point, or -1.
+// Every head as a dot over its block, at the height of the attention that it gives; green diamonds:
+// to a key of its own; rings: before, or after. Returns which head is at a point, or -1.
 function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, threshold, T, sink, width,
   name = "Attention of every head to the first token", color = DATA.colors.first }) {
   const rows = alpha.length / H, many = rows > 6, size = many ? 2.4 : 5;
