@@ -244,9 +244,9 @@ function buildControls() {
   for (const model of NAMES) {
     const { title, bos = 0, head } = DATA.words[model];
     const onclick = () => change({ model, bos, head: head ?? state.head });
-    const picture = make("span", { className: "figure", ariaHidden: true });
+    const cells = make("span", { className: "figure", ariaHidden: true });
     $("models").append(make("button", { type: "button", id: `model-${model}`, onclick },
-      picture, make("strong", {}, title), make("output", {})));
+      cells, make("strong", {}, title), make("output", {})));
   }
   const [ours, others] = $("sample").children;
   ours.append(...DATA.samples.map((text) => make("option", { value: text }, text)));

@@ -71,8 +71,15 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
     assert low <= answer <= high
     assert by_id(driver, "map").is_displayed()
     driver.save_screenshot(str(SHOTS / f"lab_tour_{number}.png"))
-    if number == 4:  # "all of them in block 1"
-        assert driver.execute_script("return answer(results.edited) === above(results.edited.alpha.slice(0, 4))")
+    if number == 3:  # "the dark column is now the green one"
+        assert driver.execute_script("return starOf(results.edited)[state.head - 1]") > 0.5
+    if number == 4:  # "all of them in block 1", "how little a token spends"
+        first = "above(results.edited.alpha.slice(0, 4))"
+        assert driver.execute_script(f"return answer(results.edited) === {first}")
+        assert "shares of the 0." in by_id(driver, "looks").text
+        spent = "results.edited.spent.slice((state.head - 1) * T, state.head * T)"
+        spent = f"const T = results.edited.labels.length; return mean({spent})"
+        assert driver.execute_script(spent) < 0.5
     if number == 5:  # "more than before, and the loss rises"
         more = "above(results.edited.alpha) > above(results.trained.alpha)"
         costs = "mean(results.edited.losses) > mean(results.trained.losses)"
