@@ -81,7 +81,7 @@ portable: $(VENV)/.installed
 OLDEST := .venv-oldest
 OLD_TESTS := test_capture.py test_left_as_found.py test_surgery.py test_sinks.py test_probes.py test_for_trainers.py \
 	$(patsubst %,'test_families.py::test_alpha_is_that_of_dense_attention_and_logits_stay[%]', \
-	llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt bloom gpt_oss)
+	llama mistral qwen3 gemma2 gemma3_text phi olmo2 gpt2 gpt_neox opt bloom falcon gpt_oss)
 oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.6.*' 'transformers==4.56.*' --editable '.[test,models]'
