@@ -44,6 +44,9 @@ def mask(**kwargs: Any) -> Any:
     read them unseen.
     """
     whole: Any
+    if "q_length" not in kwargs:  # transformers 4
+        positions = kwargs["cache_position"]
+        kwargs |= {"q_length": len(positions), "device": positions.device}
     length, window = kwargs["q_length"], kwargs.get("local_size")
     # Without a cache, padding or a rule that takes one position at a time (vmap).
     by_rule = (

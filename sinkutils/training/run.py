@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
+from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
@@ -128,6 +129,8 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[
     adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
     if not linear:
         return [adamw]
+    from torch.optim import Muon  # of torch 2.9 and later
+
     # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.
     return [Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
 
@@ -163,6 +166,8 @@ class Run:
         group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
+        # `torch.__version__` compares as a version and not as letters.
+        require(torch.__version__ >= "2.11", "training needs torch 2.11 or later")
         self.config = config
         self.corpus = corpus
         self.device = device
