@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -127,11 +127,9 @@ def train(
         if graph:
             run.graph = GraphedStep(run)
         forward = torch.compile(run.loss) if compile else run.loss
-        step = partial(run.advance, forward)
         form = how(run, compile, graph)
-        # A generator, as the runs of a stack end one by one: unpacking it trains this one run.
-        ended = to_their_ends([run], step, form, progress, place.checkpoint, checkpoint_seconds)
-        ((_, reason, report),) = ended
+        checkpoint = place.checkpoint
+        reason, report = to_its_end(run, forward, form, progress, checkpoint, checkpoint_seconds)
         return save_run(run, place.folder, reason, report, keep_weights)
 
 
@@ -196,58 +194,50 @@ def _start_of(
     return start
 
 
-def to_their_ends(
-    runs: Sequence[Run],
-    step: Callable[[], Any],
+def to_its_end(
+    run: Run,
+    forward: Any,
     form: Json,
-    progress: bool = False,
-    checkpoint: Path | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
-) -> Iterator[tuple[Run, str | None, Report | None]]:
-    """Train runs together. Yields each as it ends, with why it failed, or with its last report.
+    progress: bool,
+    checkpoint: Path,
+    checkpoint_seconds: float,
+) -> tuple[str | None, Report | None]:
+    """Train a run; returns why it failed, or None, and the report of its last evaluation.
 
-    step: takes the next step of all of them. form: what `how` says. checkpoint: where one run keeps
-    its state.
+    forward: the loss, compiled or not. form: what `how` says. checkpoint: where it keeps its state.
     """
-    first = runs[0]
-    train = first.config.train
-    for run in runs:
-        if run.parts[-1:] != [form]:
-            run.parts.append(form)
-        if not run.curve:  # what position terms and biases do by themselves, without a step
-            run.evaluate([])
-    alive = list(runs)
+    train = run.config.train
+    if run.parts[-1:] != [form]:
+        run.parts.append(form)
+    if not run.curve:  # what position terms and biases do by themselves, without a step
+        run.evaluate([])
     saved = time.monotonic()
-    began = saved - first.seconds
+    began = saved - run.seconds
     bar = tqdm(
         total=train.steps,
-        initial=first.step,
-        desc=f"{first.config.experiment} seed {first.config.seed}",
+        initial=run.step,
+        desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
         leave=False,
         mininterval=2,
         disable=not progress,
     )
     with bar:
-        while alive:
-            step()
+        while True:
+            run.advance(forward)
             bar.update()
-            ended = first.step == train.steps
-            if first.step % train.eval_every and not ended:
+            ended = run.step == train.steps
+            if run.step % train.eval_every and not ended:
                 continue
-            for run in list(alive):
-                reason, report = evaluated(run)
-                run.seconds = time.monotonic() - began
-                if ended or reason is not None:
-                    yield run, reason, report
-                    alive.remove(run)
-                else:
-                    point = run.curve[-1]
-                    bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
+            reason, report = evaluated(run)
+            run.seconds = time.monotonic() - began
+            if ended or reason is not None:
+                return reason, report
+            point = run.curve[-1]
+            bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
-            due = time.monotonic() - saved > checkpoint_seconds
-            if alive and due and checkpoint is not None and first.group.first:
-                save_checkpoint(first, checkpoint)
+            if run.group.first and time.monotonic() - saved > checkpoint_seconds:
+                save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
 
 
