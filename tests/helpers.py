@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinkutils import LMConfig, TransformerLM
-from sinkutils.model import fast, flash
+from sinkutils.measuring import fused
+from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
@@ -230,13 +231,13 @@ WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
 
 def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
     """Make the kernel's log-sum-exp wrong."""
-    right = flash.fused
+    right = fused.fused
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
         out, lse = right(q, k, v, **kw)
         return out, WRONG[where](lse, k.shape[2])
 
-    patch.setattr(flash, "fused", wrong)
+    patch.setattr(fused, "fused", wrong)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Measuring(Pass):
         self.hidden = hidden  # (T, T): the keys j that queries i do not see
         self.front = front
         self.looks = tally.norms
-        self.proved: dict[tuple[nn.Module, str], bool] = {}  # by module and kind of mask
+        self.proved: dict[tuple[nn.Module, bool], bool] = {}  # by module, with a mask or without
 
     def attention(self, call: Call, layer: int) -> Tensor:
         call = call._replace(hidden=self.hidden)
@@ -84,9 +84,9 @@ class Measuring(Pass):
         q, columns = call.q, self.tally.columns(call.q.device)
         if self.exact or self.tally.heads_of(layer, q.shape[1]) or not can_serve(call, columns):
             return None
-        # A kernel is tried once in each module and under each kind of mask: its numbers may be
-        # others than they were, and something may be done to logits that no kernel knows of.
-        place = (call.module, call.kind)
+        # A kernel is tried once in each module, with a mask and without: its numbers may be others
+        # than they were, and something may be done to logits that no kernel knows of.
+        place = (call.module, call.mask is not None)
         if self.proved.get(place) is False:
             return None
         try:

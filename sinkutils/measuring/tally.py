@@ -176,7 +176,7 @@ class Tally:
             f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
         alpha = torch.stack([*alphas.values()], dim=-2)  # (samples, targets, layers, heads)
-        fields: dict[str, Any] = {"path": source.path, "chunked": source.chunked}
+        fields: dict[str, Any] = {"path": source.path}
         if "star" in values:
             # Some models have sink logits in some layers only: in the others they take nothing.
             nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
@@ -214,7 +214,7 @@ class Edit:
 class OwnModel:
     """Adds to a tally what a `TransformerLM` shows while it runs, a map at a time."""
 
-    path, chunked = "dense", False
+    path = "dense"
     tokens_a_batch = 2**27  # as many as one likes: no logits are computed
     edit: Edit | None = None
 
