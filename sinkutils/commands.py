@@ -130,13 +130,11 @@ def list_command(options: argparse.Namespace) -> None:
     for record in Runs(options.runs).entries(options.preset):
         statuses[record.status] += 1
         seeds[record.experiment] += record.status in ("done", "failed")
-    width = shutil.get_terminal_size().columns
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
     for row in rows:
         known = "-" if row.name in refused else seeds[resolve(row.name, options.preset)]
-        line = f"{row.name:<26}{row.item:<17}{row.paper.get('sink_1', ''):>12}  {known:>5}  "
-        room = max(width, len(line) + 24)
-        print(textwrap.fill(line + row.title, room, subsequent_indent=" " * len(line)))
+        paper = row.paper.get("sink_1", "")
+        print(f"{row.name:<26}{row.item:<17}{paper:>12}  {known:>5}  {row.title}")
     print(f"seeds recorded at {options.preset}; -: not available there")
     for status in ("stale", "corrupt"):
         if statuses[status]:
@@ -363,7 +361,7 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.record import not_saved, write_synced
+    from sinkutils.study.record import write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it
@@ -382,12 +380,8 @@ def report_command(options: argparse.Namespace) -> None:
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
     # Written beside and renamed, so that an older page stays until the new one is whole.
     unfinished = output.with_name(f".{output.name}.tmp")
-    try:
-        write_synced(unfinished, page.encode())
-        os.replace(unfinished, output)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise not_saved(str(output), error) from error
+    write_synced(unfinished, page.encode())
+    os.replace(unfinished, output)
     print(f"written: {output}")
 
 
