@@ -37,7 +37,6 @@ from sinkutils.study.record import (
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
 
 CHECKPOINT = 2  # raised when what a checkpoint holds changes
@@ -55,7 +54,6 @@ def train(
     graph: bool | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
-    group: Group = ALONE,
 ) -> Record:
     """Train one run to its end and write its record; a finished one is returned as it is.
 
@@ -74,26 +72,18 @@ def train(
       stands apart (`study.store.Runs.of`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
     graph: make each step one CUDA graph (`training.graph`); None: on a GPU, if the run allows it.
-    group: the processes that train this run together, each of which calls `train`.
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store = Runs(runs)
     target = find_device(device)
     if corpus is None:  # a record is found without opening the text
-        done = group.once(store.of(config).record, keep_weights)
+        done = store.of(config).record(keep_weights)
         if done is not None:
             return done
-    group.check_batch(config.train.batch_size, config.train.micro_batch)
-    progress = progress and group.first
     text = corpus
     if not isinstance(text, Corpus):
-        name = text or config.data.corpus
-        text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
-    require(
-        group.once(getattr, text, "fingerprint") == text.fingerprint,
-        f"the processes do not agree on the corpus {text.name!r}",
-    )
-    place = group.once(store.of, config, text.identity)
+        text = load_corpus(text or config.data.corpus, config.model.vocab_size)
+    place = store.of(config, text.identity)
     _check_text(text, place, usual=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
@@ -110,17 +100,16 @@ def train(
             graph=graph,
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
-            group=group,
         )
-        start = _start_of(config, store, text, group, pretrain)
+        start = _start_of(config, store, text, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
-        group.once(stack.enter_context, place.lock())
-        done = group.once(place.record, keep_weights)  # also by whoever held the lock before
+        stack.enter_context(place.lock())
+        done = place.record(keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        group.once(place.check_free)
-        run = (FinetuneRun if start else Run)(config, text, target, group, start)
+        place.check_free()
+        run = (FinetuneRun if start else Run)(config, text, target, start)
         load_checkpoint(run, place.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
@@ -146,8 +135,8 @@ def save_run(
     metrics = summary(run, report, reason)
     provenance = run.provenance()
     identity = run.corpus.identity
-    return run.group.once(
-        write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
+    return write_record(
+        folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
     )
 
 
@@ -176,14 +165,11 @@ def _start_of(
     config: FinetuneConfig,
     store: Runs,
     text: Corpus,
-    group: Group,
     pretrain: Callable[[RunConfig], Record],
 ) -> Record:
     """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
-    start = group.once(
-        lambda: store.of(before, text.identity).record() or store.of(before).record()
-    )
+    start = store.of(before, text.identity).record() or store.of(before).record()
     if start is None or (start.status == "done" and start.weights is None):
         start = pretrain(before)
     require(
@@ -236,7 +222,7 @@ def to_its_end(
             point = run.curve[-1]
             bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
-            if run.group.first and time.monotonic() - saved > checkpoint_seconds:
+            if time.monotonic() - saved > checkpoint_seconds:
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
 
@@ -266,9 +252,9 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
 
 
 def may_graph(run: Run) -> bool:
-    """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
-    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
-    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
+    """Whether a step can be one CUDA graph: with AdamW, whose state stays on the GPU."""
+    on_gpu = run.device.type == "cuda"
+    return on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
@@ -316,7 +302,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
-    state = run.group.once(_state_of, run, path)
+    state = _state_of(run, path)
     if not state:
         return
     run.model.load_state_dict(state["model"])
@@ -353,7 +339,7 @@ def _state_of(run: Run, path: Path) -> Json:
     except CorruptRecord as error:
         reason = str(error)
     # A sweep finds this warning in the log of its worker by these words (`sweep.AGAIN`).
-    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
+    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=3)
     return {}
 
 
