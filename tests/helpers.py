@@ -168,7 +168,7 @@ def dense_shares(q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, An
         logits = torch.cat([star, logits], dim=-1)
         seen = torch.cat([torch.ones(q.shape[2], 1, dtype=torch.bool), seen], dim=-1)
     logits = (logits + spec.logit_bias).masked_fill(~seen, -math.inf)
-    size_of = SIZES.get(spec.similarity, SIMILARITIES[spec.similarity])
+    size_of = SIZES.get(spec.similarity) or SIMILARITIES[spec.similarity]
     sizes = size_of(logits).abs().masked_fill(~seen, 0)
     total = sizes.sum(dim=-1, keepdim=True)
     if spec.similarity == "softpick":  # negative ones count in the sum alone

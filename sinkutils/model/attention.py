@@ -39,8 +39,6 @@ SIMILARITIES: dict[str, Map] = {
     "elu": elu_plus_one,
     "linear": lambda s: s,  # the one that can be negative
     "relu": torch.relu,
-    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
-    "softpick": lambda s: torch.expm1(s).relu(),
 }
 # log f without overflow, of every f that is positive
 LOGARITHMS = {
@@ -53,7 +51,8 @@ LOGARITHMS = {
 # phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
 OPERATION_CHOICES = {
-    "similarity": tuple(SIMILARITIES),
+    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
+    "similarity": (*SIMILARITIES, "softpick"),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
     "bias": ("none", "kv", "k", "v"),

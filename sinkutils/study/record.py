@@ -381,13 +381,11 @@ def remove(folder: Path, files: Collection[str]) -> None:
         folder.rmdir()
 
 
-def rounded(value: Any) -> Any:
-    """What JSON makes of a value, with every float to five significant digits."""
-
-    def five_digits(digits: str) -> float:
-        return float(f"{float(digits):.5g}")
-
-    return json.loads(json.dumps(value), parse_float=five_digits)
+def rounded(value: Any, digits: int = 5) -> Any:
+    """What JSON makes of a value, with every float to so many significant digits."""
+    return json.loads(
+        json.dumps(value), parse_float=lambda written: float(f"{float(written):.{digits}g}")
+    )
 
 
 def versions() -> Json:

@@ -24,7 +24,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
-from sinkutils.study.record import Record
+from sinkutils.study.record import Record, rounded
 from sinkutils.training.graph import GraphedStep
 
 AHEAD = 16  # steps whose batches go to the device together
@@ -35,6 +35,7 @@ EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alph
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
+DIGITS = 3  # significant ones, of norms
 NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report
 
 
@@ -350,8 +351,8 @@ def sinks(report: Report) -> Json:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
         ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
-        numbers["value_ratio_1"] = three_digits(ratios.tolist())
+        numbers["peak_1"] = rounded(report.hidden_peaks[:, 0].tolist(), DIGITS)
+        numbers["value_ratio_1"] = rounded(ratios.tolist(), DIGITS)
     return numbers
 
 
@@ -365,7 +366,8 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         with run.autocast():
-            final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
+            by_position = gradient_norms(run.model, run.probe)
+        final["gradients"] = {"input": rounded(by_position, DIGITS)}
     return {
         "status": "failed" if reason else "done",
         "reason": reason,
@@ -383,12 +385,5 @@ def of_report(report: Report) -> Json:
         for eps in by_eps.keys() - set(map(str, EPSILONS)):
             del by_eps[eps]
     for name in numbers.keys() & set(BY_POSITION):
-        numbers[name] = three_digits(numbers[name])
+        numbers[name] = rounded(numbers[name], DIGITS)
     return numbers
-
-
-def three_digits(values: Any) -> Any:
-    """A number, or a list of them or of such lists, to three significant digits."""
-    if isinstance(values, list):
-        return [three_digits(x) for x in values]
-    return float(f"{values:.3g}")

@@ -206,9 +206,9 @@ def sweep(
 ) -> list[RunOutcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
-    A fine-tuning waits until the run that it starts from has ended, and a run that another process
-    trains until that has ended: then it is trained here if there is no record. An exception,
-    KeyboardInterrupt above all, stops the workers here. Logs go to logs/<preset> inside `runs`.
+    A run that another process trains, or whose start one does, waits until that has ended: then it
+    is trained here if there is no record. An exception, KeyboardInterrupt above all, stops the
+    workers here. Logs go to logs/<preset> inside `runs`.
 
     jobs: how many runs the engine has at a time; a sweep that stops leaves no queue there.
     corpus: where to load the text from in place of the preset's own, such as packed:<file>.
@@ -239,9 +239,8 @@ def sweep(
         try:
             while queue or running:
                 for run in list(queue):
-                    training = [job.run.config for job in running]
-                    if not free or _needs_another(run, queue, training):
-                        continue
+                    if not free:
+                        break
                     name = f"{run.experiment} seed {run.seed}"
                     place = store.of(run, text)
                     if _locked(place, store):
@@ -298,19 +297,6 @@ def _locked(place: RunFolder, store: Runs) -> bool:
         start = store.of(before, place.corpus)
         return place.locked() or start.locked()
     return place.locked()
-
-
-def _needs_another(run: RunConfig, queue: list[RunConfig], training: list[RunConfig]) -> bool:
-    """Whether a fine-tuning has to wait for its start.
-
-    It does while that is in the queue or being trained, be it by another fine-tuning, which trains
-    a start that is missing.
-    """
-    pending = {(other.experiment, other.seed) for other in (*queue, *training)}
-    for other in training:
-        if isinstance(other, FinetuneConfig):
-            pending.add((other.start, other.seed))
-    return isinstance(run, FinetuneConfig) and (run.start, run.seed) in pending
 
 
 def estimate(
