@@ -28,7 +28,7 @@ from sinkutils.study.record import Record
 from sinkutils.study.store import Folder, Runs
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, make_optimizers, set_rate, without
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
+from sinkutils.training.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
 
 
 def alike(config: RunConfig) -> tuple:
@@ -174,7 +174,7 @@ def train_stacked(
             together = Stack(missing)
             if may_graph(missing[0]) if graph is None else graph:
                 together.graph = GraphedStep(together)
-            form = how(missing[0], compiled=False, graph=together.graph is not None)
+            form = conditions_of(missing[0], compiled=False, graph=together.graph is not None)
             for run in missing:
                 run.parts.append(form)
                 run.more["stacked"] = len(missing)

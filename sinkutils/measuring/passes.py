@@ -86,19 +86,19 @@ class Measuring(Pass):
             return None
         # A kernel is tried once in each module, with a mask and without: its numbers may be others
         # than they were, and something may be done to logits that no kernel knows of.
-        place = (call.module, call.mask is not None)
-        if self.proved.get(place) is False:
+        case = (call.module, call.mask is not None)
+        if self.proved.get(case) is False:
             return None
         try:
             result = fused_call(call, columns)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, RuntimeError):  # none in this build, or for this device or dtype
-            self.proved[place] = False
+            self.proved[case] = False
             return None
-        if place not in self.proved:
-            self.proved[place] = proves_right(call, result, columns)
-        if not self.proved[place]:
+        if case not in self.proved:
+            self.proved[case] = proves_right(call, result, columns)
+        if not self.proved[case]:
             return None
         self.tally.add_shares(layer, result.shares)
         if result.star is not None:

@@ -103,8 +103,8 @@ class Tally:
             # A key's head is found by its group, as in GQA H query heads share fewer keys.
             group = q.shape[1] // k.shape[1]  # query heads that share a key
             for name, x in (("queries", q[:, head]), ("keys", k[:, head // group])):
-                whole = self._padded(x.float().mT).mT  # (B, longest, D)
-                self.values[name][layer, head].append(whole.cpu())
+                padded = self._padded(x.float().mT).mT  # (B, longest, D)
+                self.values[name][layer, head].append(padded.cpu())
 
     def add_weights(
         self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
@@ -127,9 +127,9 @@ class Tally:
             self.add_star(layer, 1 - torch.cat(sums, dim=2))
         chosen = self.heads_of(layer, shares[0].shape[1])
         if chosen:
-            whole = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
+            padded = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
             for index, head in enumerate(chosen):
-                self.values["map"][layer, head].append(whole[:, index].cpu())
+                self.values["map"][layer, head].append(padded[:, index].cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
         """Add alpha from the targets' A_ik, (B, H, T, K)."""

@@ -243,11 +243,11 @@ class Run:
     def batch(self) -> Tensor:
         """The chunks of this step, on the device; those of `AHEAD` steps come there in one copy."""
         size = self.config.train.batch_size
-        copies, place = divmod(self.step, AHEAD)
-        if self.ahead is None or place == 0:
+        copies, index = divmod(self.step, AHEAD)
+        if self.ahead is None or index == 0:
             rows = self.chunks.batch(copies, AHEAD * size, self.config.seed)
             self.ahead = rows.to(self.device)
-        return self.ahead[place * size : (place + 1) * size]
+        return self.ahead[index * size : (index + 1) * size]
 
     def advance(self, forward: Any) -> Tensor:
         """One optimiser step; returns the loss of the batch.

@@ -66,8 +66,8 @@ class Worker:
         output = self.log.read_bytes()[self.begin :].decode(errors="replace")
         messages = []
         for line in output.splitlines():
-            _, said, message = line.partition(SAID)  # some stand behind a progress bar
-            if said:
+            _, prefix, message = line.partition(SAID)  # some stand behind a progress bar
+            if prefix:
                 messages.append(message)
         return status, messages
 
@@ -242,14 +242,14 @@ def sweep(
                     if not free:
                         break
                     name = f"{run.experiment} seed {run.seed}"
-                    place = store.of(run, text)
-                    if _locked(place, store):
+                    run_folder = store.of(run, text)
+                    if _locked(run_folder, store):
                         if run not in elsewhere:
                             bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
                         elsewhere.add(run)
                         continue
                     queue.remove(run)
-                    record = place.record() if run in elsewhere else None
+                    record = run_folder.record() if run in elsewhere else None
                     if record is not None:
                         detail = "by another process"
                         outcomes.append(RunOutcome(run.experiment, run.seed, record.status, detail))
@@ -258,7 +258,7 @@ def sweep(
                     where = free.popleft()
                     arguments = run.experiment, *options, "--seed", str(run.seed), "--device", where
                     future = submit(arguments, str(log))
-                    running.append(Job(place, where, log, future))
+                    running.append(Job(run_folder, where, log, future))
                     if engine_name == "slurm":
                         bar.write(f"{name}: job {future.job_id}, which outlives this sweep")
                 finished = [job for job in running if job.future.done()]
@@ -289,14 +289,14 @@ def _text_of(preset_name: str, corpus: str) -> Identity:
     return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
 
 
-def _locked(place: RunFolder, store: Runs) -> bool:
+def _locked(run_folder: RunFolder, store: Runs) -> bool:
     """Whether another process trains the run, or what it starts from."""
-    run = place.config
+    run = run_folder.config
     if isinstance(run, FinetuneConfig):
         before = config(run.start, run.preset, run.seed)
-        start = store.of(before, place.corpus)
-        return place.locked() or start.locked()
-    return place.locked()
+        start = store.of(before, run_folder.corpus)
+        return run_folder.locked() or start.locked()
+    return run_folder.locked()
 
 
 def estimate(

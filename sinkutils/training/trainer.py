@@ -83,8 +83,8 @@ def train(
     text = corpus
     if not isinstance(text, Corpus):
         text = load_corpus(text or config.data.corpus, config.model.vocab_size)
-    place = store.of(config, text.identity)
-    _check_text(text, place, usual=store.of(config))
+    run_folder = store.of(config, text.identity)
+    _check_text(text, run_folder, own_folder=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
         compile = wanted and target.type == "cpu" and compiles()
@@ -104,22 +104,24 @@ def train(
         start = _start_of(config, store, text, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
-        stack.enter_context(place.lock())
-        done = place.record(keep_weights)  # also by whoever held the lock before
+        stack.enter_context(run_folder.lock())
+        done = run_folder.record(keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        place.check_free()
+        run_folder.check_free()
         run = (FinetuneRun if start else Run)(config, text, target, start)
-        load_checkpoint(run, place.checkpoint)
+        load_checkpoint(run, run_folder.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
         if graph:
             run.graph = GraphedStep(run)
         forward = torch.compile(run.loss) if compile else run.loss
-        form = how(run, compile, graph)
-        checkpoint = place.checkpoint
-        reason, report = to_its_end(run, forward, form, progress, checkpoint, checkpoint_seconds)
-        return save_run(run, place.folder, reason, report, keep_weights)
+        conditions = conditions_of(run, compile, graph)
+        checkpoint = run_folder.checkpoint
+        reason, report = to_its_end(
+            run, forward, conditions, progress, checkpoint, checkpoint_seconds
+        )
+        return save_run(run, run_folder.folder, reason, report, keep_weights)
 
 
 def save_run(
@@ -140,23 +142,23 @@ def save_run(
     )
 
 
-def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
+def _check_text(corpus: Corpus, run_folder: RunFolder, own_folder: RunFolder) -> None:
     """Warn where a run is not on the text that its config means, and say where its record will be.
 
     Raises ValueError where the text has more kinds of tokens than the model.
     """
     size = corpus.vocab_size
-    most = place.config.model.vocab_size
+    vocabulary = run_folder.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(
-        size <= most,
-        f"{what} is too large for a model of {most}: "
+        size <= vocabulary,
+        f"{what} is too large for a model of {vocabulary}: "
         "raise vocab_size or load the corpus with fewer",
     )
-    if place.folder != usual.folder or size != most:
+    if run_folder.folder != own_folder.folder or size != vocabulary:
         warnings.warn(
-            f"training on {what} in place of {public_name(place.config.data.corpus)!r} "
-            f"with {most}, its own text: the record is {place.name}",
+            f"training on {what} in place of {public_name(run_folder.config.data.corpus)!r} "
+            f"with {vocabulary}, its own text: the record is {run_folder.name}",
             stacklevel=3,
         )
 
@@ -183,18 +185,18 @@ def _start_of(
 def to_its_end(
     run: Run,
     forward: Any,
-    form: Json,
+    conditions: Json,
     progress: bool,
     checkpoint: Path,
     checkpoint_seconds: float,
 ) -> tuple[str | None, Report | None]:
     """Train a run; returns why it failed, or None, and the report of its last evaluation.
 
-    forward: the loss, compiled or not. form: what `how` says. checkpoint: where it keeps its state.
+    forward: the loss, compiled or not. conditions: what `conditions_of` says. checkpoint: where it keeps its state.
     """
     train = run.config.train
-    if run.parts[-1:] != [form]:
-        run.parts.append(form)
+    if run.parts[-1:] != [conditions]:
+        run.parts.append(conditions)
     if not run.curve:  # what position terms and biases do by themselves, without a step
         run.evaluate([])
     saved = time.monotonic()
@@ -227,17 +229,17 @@ def to_its_end(
                 saved = time.monotonic()
 
 
-def how(run: Run, compiled: bool, graph: bool) -> Json:
+def conditions_of(run: Run, compiled: bool, graph: bool) -> Json:
     """On what and in which way a run is trained, for its provenance."""
-    form: Json = {
+    conditions: Json = {
         "device": device_name(run.device),
         "compiled": compiled,
         "precision_used": run.precision,
         "instruction_set": instruction_set(),
     }
     if graph:
-        form["graph"] = True
-    return form
+        conditions["graph"] = True
+    return conditions
 
 
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
