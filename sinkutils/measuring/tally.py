@@ -96,9 +96,9 @@ class Tally:
         return F.pad(values, (0, self.length - values.shape[-1]) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add norms of q (B, H, T, D), k and v (H heads or fewer); keep q, k of chosen heads."""
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            self.add_norms(name, layer, x)
+        """Add norms of k and v (B, H or fewer, T, D); keep q (B, H, T, D) and k of chosen heads."""
+        self.add_norms("key", layer, k)
+        self.add_norms("value", layer, v)
         for head in self.heads_of(layer, q.shape[1]):
             # A key's head is found by its group, as in GQA H query heads share fewer keys.
             group = q.shape[1] // k.shape[1]  # query heads that share a key
@@ -189,8 +189,6 @@ class Tally:
         for name, sums in self.sums.items():
             count = samples[:1] if name == "first_elements" else samples  # all have the first
             fields[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
-        if self.norms:  # the embedding was added as layer 0
-            fields["embedding_norms"] = fields["embedding_norms"][0]
         kept = {}
         for pair, weights in values["map"].items():
             kept[pair] = Kept(weights, values["queries"].get(pair), values["keys"].get(pair))
@@ -238,7 +236,7 @@ class OwnModel:
         self.model.hidden(ids.to(self.device), self)
 
     def embedding(self, hidden: Tensor) -> None:
-        self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
+        """h^0 is not measured."""
 
     def attention(
         self,
