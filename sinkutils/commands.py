@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import textwrap
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -234,19 +232,14 @@ def claims_command(options: argparse.Namespace) -> None:
     from sinkutils.ledger.table import claims
 
     ledger = claims(options.preset, options.runs).fillna("")
-    width = shutil.get_terminal_size().columns
-
-    def show(line: str) -> None:
-        print(textwrap.fill(line, width, subsequent_indent=" " * 16))
-
     for row in ledger.to_dict("records"):
-        show(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
+        print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
         for name in ("paper", "ours", "remark"):
             if options.long and row[name]:
-                show(f"{'':<15} {name}: {row[name]}")
+                print(f"{'':<15} {name}: {row[name]}")
     counts = ledger.verdict.value_counts().sort_index()
     summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    show(f"{len(ledger)} claims at {options.preset}: {summary}")
+    print(f"{len(ledger)} claims at {options.preset}: {summary}")
 
 
 # --- models

@@ -190,7 +190,7 @@ class DenseMaps:
         self.star = int(model.config.attention.has_star or model.config.sink_token)
 
     def embedding(self, hidden: Tensor) -> None:
-        self.first = hidden
+        """Not looked at."""
 
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict
