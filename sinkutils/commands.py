@@ -350,7 +350,7 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.record import write_synced
+    from sinkutils.study.record import not_saved, write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it
@@ -369,8 +369,11 @@ def report_command(options: argparse.Namespace) -> None:
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
     # Written beside and renamed, so that an older page stays until the new one is whole.
     unfinished = output.with_name(f".{output.name}.tmp")
-    write_synced(unfinished, page.encode())
-    os.replace(unfinished, output)
+    try:
+        write_synced(unfinished, page.encode())
+        os.replace(unfinished, output)
+    except OSError as error:
+        raise not_saved(str(output), error) from error
     print(f"written: {output}")
 
 

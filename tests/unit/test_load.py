@@ -270,7 +270,8 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
         patch.setattr(os, "fsync", Mock(side_effect=full))
         assert cli.main([*command, str(there)]) == 2
     said = capsys.readouterr().err
-    assert "No space left on device" in said and there.read_text() == "an older page"
+    assert "page.html (No space left on device): free some space" in said
+    assert there.read_text() == "an older page"
     assert cli.main([*command, str(there)]) == 0
     assert "random" in there.read_text() and [*tmp_path.glob(".*.tmp")] == []
 
