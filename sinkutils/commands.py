@@ -187,7 +187,7 @@ def sweep_options(command: Parser) -> None:
         "--engine",
         dest="engine_name",
         default="local",
-        choices=("local", "slurm", "ray"),
+        choices=("local", "slurm"),
         help="where runs go (default: local)",
     )
     add("--dry-run", action="store_true", help="print what would run, and about how long it takes")

@@ -15,8 +15,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sinkutils import LMConfig, TransformerLM
 from sinkutils.measuring import fused
@@ -254,19 +252,6 @@ def refuses(
     """The same of one call with this input."""
     with refused(message, kind):
         call(*given, **options)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation, forward or backward, makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        storages = [(x.untyped_storage(), x) for x in tree_leaves(result) if isinstance(x, Tensor)]
-        sizes = [storage.nbytes() // x.element_size() for storage, x in storages]
-        self.elements = max(self.elements, *sizes, 0)
-        return result
 
 
 @contextmanager

@@ -114,6 +114,8 @@ class Capture:
         self.shape: tuple[int, ...] = ()  # of its ids
         self.named: set[str] = set()  # the attention functions that the model names
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
+        self.mask: Tensor | None = None  # the last one, and its window
+        self.window: int | None = None
 
     @property
     def path(self) -> str:
@@ -237,10 +239,12 @@ class Capture:
 
     def _note_window(self, layer: int, mask: Tensor | None) -> None:
         """Keep what a mask, (.., T, T), says of a window."""
-        if mask is not None and not self.doing.front:
-            window = families.window_of(mask)
-            if window:
-                self.windows[layer] = window
+        if mask is None or self.doing.front:
+            return
+        if mask is not self.mask:  # of several layers it is one
+            self.mask, self.window = mask, families.window_of(mask)
+        if self.window:
+            self.windows[layer] = self.window
 
     # --- passes
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sinkutils.checks import choice, first_line, integer, real, require
+from sinkutils.checks import choice, first_line, integer, real
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import Identity, load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
@@ -119,35 +119,20 @@ def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -
     return (kind,) * jobs
 
 
-def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
+def engine(name: str, logs: Path, gpu: bool = False) -> Callable:
     """What starts a run with the arguments of `run_one` and returns a future.
 
-    gpu: each run needs one.
-    slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the
-    cluster that RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a
-    missing package, and ValueError where the runs need a GPU and Ray's cluster has none: such a
-    task would wait for ever.
+    gpu: each run needs one. slurm: jobs of submitit, which without Slurm are processes on this
+    machine. Raises ImportError where that is missing.
     """
-    choice("engine", name, ("local", "slurm", "ray"))
+    choice("engine", name, ("local", "slurm"))
     if name == "local":
         return Worker
-    if name == "slurm":
-        import submitit
+    import submitit
 
-        executor = submitit.AutoExecutor(folder=logs / "submitit")
-        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
-        return partial(executor.submit, run_one)
-    import ray
-
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS")
-        ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
-    require(
-        not gpu or ray.cluster_resources().get("GPU", 0) >= 1,
-        "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu",
-    )
-    task = ray.remote(num_cpus=1, num_gpus=int(gpu))(run_one)
-    return lambda *arguments: task.remote(*arguments).future()
+    executor = submitit.AutoExecutor(folder=logs / "submitit")
+    executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
+    return partial(executor.submit, run_one)
 
 
 @dataclass(frozen=True)
@@ -227,7 +212,7 @@ def sweep(
         options += ["--corpus", located(corpus)]
         text = _text_of(preset_name, located(corpus))
     queue = store.missing(preset_name, seeds, text, only)
-    submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
+    submit = engine(engine_name, logs, gpu=free[0].startswith("cuda"))
     if queue:
         logs.mkdir(parents=True, exist_ok=True)
         if progress:
