@@ -188,7 +188,7 @@ class DenseMaps:
         self.star = int(model.config.attention.has_star or model.config.sink_token)
 
     def embedding(self, hidden: Tensor) -> None:
-        """Not looked at."""
+        self.first = hidden
 
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict
