@@ -3,11 +3,12 @@
 # make test-fast  runs the quick unit tests, for the edit loop
 # make mutations  changes the numerical core in thousands of places, and says which changes no test notices (hours)
 # make portable  runs the unit tests and all notebooks as on other machines (an hour; CI does so at night)
+# make oldest  checks measuring with torch 2.6 and transformers 4.56, in an environment of its own
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make slides  makes a lecture of 45 minutes of the short route's pages: book/slides.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make lab   puts docs/lab/index.html together anew, of its sources and of the weights and maps that the page holds;
-#            docs/lab/make_lab.py says what these were made of
+#            docs/lab/record_lab.py makes those
 # make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
 # make lint  lints and type-checks; make clean  removes rendered/, the book and both environments
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
@@ -26,7 +27,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb notebooks/appendix/*.ipynb))
 # Bytecode is kept, whatever the shell says: without it each process compiles PyTorch's modules anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run models text test test-fast mutations portable sweep lint lab book slides browser clean
+.PHONY: run models text test test-fast mutations portable oldest sweep lint lab book slides browser clean
 
 # uv is the faster, and is taken where there is one, unless pip is told of an index or of files on this disk, which uv
 # would not look at. INSTALLER=pip or INSTALLER=uv decides it otherwise.
@@ -76,6 +77,16 @@ THREADS ?= 1 2
 portable: $(VENV)/.installed
 	$(BIN)/python benchmarks/portable.py --capability $(CAPABILITIES) --threads $(THREADS)
 
+# What measuring promises of the oldest torch and transformers that it works with.
+OLDEST := .venv-oldest
+OLD_TESTS := test_capture.py test_left_as_found.py test_surgery.py test_sinks.py test_probes.py test_for_trainers.py \
+	$(patsubst %,'test_families.py::test_alpha_is_that_of_dense_attention_and_logits_stay[%]', \
+	llama mistral qwen3 gemma2 gemma3_text phi olmo2 gpt2 gpt_neox opt bloom falcon gpt_oss)
+oldest:
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.6.*' 'transformers==4.56.*' --editable '.[test,models]'
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(addprefix tests/unit/,$(OLD_TESTS))
+
 sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)
 
@@ -102,4 +113,4 @@ browser: book $(VENV)/.installed
 	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_book.py tests/end_to_end/test_lab_page.py tests/end_to_end/test_jupyterlab.py
 
 clean:
-	rm -rf $(VENV) $(BOOK_VENV) build book docs/gallery docs/gallery.md rendered *.egg-info
+	rm -rf $(VENV) $(BOOK_VENV) $(OLDEST) build book docs/gallery docs/gallery.md rendered *.egg-info

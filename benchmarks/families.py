@@ -28,7 +28,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    PreTrainedConfig,
+    PretrainedConfig,
 )
 from transformers.masking_utils import eager_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -79,12 +79,12 @@ QWEN4 = HYBRID | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim
                   "indexer_compress_ratio": 4}  # fmt: skip
 
 
-def small_config(family: str) -> PreTrainedConfig:
+def small_config(family: str) -> PretrainedConfig:
     """A configuration of the family with 2 layers of 4 heads or so, whose model has well under a million parameters."""
     return _shrink(CONFIG_MAPPING[family], SPECIAL.get(family, {}))
 
 
-def _shrink(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
+def _shrink(kind: type[PretrainedConfig], special: dict[str, Any]) -> PretrainedConfig:
     default, given = kind(), dict(special)
     for name, value in SMALL.items():
         # Only what the configuration itself sets to a number: aliases of other names and per-layer lists follow.
@@ -103,7 +103,7 @@ def _shrink(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrained
         given |= {"num_key_value_heads": 4} | special
     for name in kind.sub_configs:
         part = getattr(default, name, None)
-        if isinstance(part, PreTrainedConfig):
+        if isinstance(part, PretrainedConfig):
             given[name] = _shrink(type(part), special.get(name, {}))
     return kind(**given)
 

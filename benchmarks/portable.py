@@ -3,7 +3,7 @@
     python benchmarks/portable.py [--capability default avx2 avx512] [--threads 1 2] [--only tests/unit notebooks/01*]
 
 Each setting gets a clone of the last commit, with CRLF for line ends where .gitattributes allows it, in a folder with a
-space and an umlaut, an empty HOME, another time zone and another language. Prints a row of docs/reliability.md for each
+space and an umlaut, an empty HOME, another time zone and another language. Prints a row of docs/robustness.md for each
 and exits 1 where a test failed. An instruction set that this processor lacks is left out.
 """
 

@@ -1,146 +1,29 @@
-"""Put the lab together: `make lab` writes index.html, of the sources beside it and of weights and maps.
+"""Put the lab together: `make lab` writes index.html, of the sources beside it.
 
-Sources, words and the tokenizer are read anew each time. Weights and maps are taken from the page that
-is there, unless they can be made again:
-
-- Weights, of the checkpoints in data/lab/<experiment>/<step>.safetensors (24 MB in float16, not in Git):
-  `laptop`, seed 0, trained on a GPU by `studies/card.py PLAN` with a line for each of MODELS, such as
-  "laptop fixed_1 0 snapshots=0,200,500,1000,2000,4000,8000,12000". Its lab-<n>.tar holds them.
-- Maps of the real models, when the sentences in texts.yaml change: `make models` installs the two.
+Sources, words and the tokenizer are read anew each time. Weights and maps are those that the page
+holds already: record_lab.py makes them.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-import zlib
 from pathlib import Path
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from safetensors.numpy import load_file
 
 import sinkutils as su
 from sinkutils import plots
-from sinkutils.data.packing import fix_position
 from sinkutils.paths import read_yaml
-from sinkutils.plots.figures import token_label
-from sinkutils.plots.interactive import PALETTE, SCRIPTS, maps_of
+from sinkutils.plots.interactive import PALETTE, SCRIPTS
 from sinkutils.plots.theme import COLORS
-from sinkutils.study.config import RunConfig
 
 LAB = Path(__file__).parent
-PAGE, CHECKPOINTS = LAB / "index.html", LAB.parents[1] / "data" / "lab"
-MODELS = ("fixed_1", "k_bias", "sigmoid", "default", "learnable_random_1_unscored")
-REAL = ("smollm2", "gemma-3-270m")
-# How far apart the levels of a weight are, in standard deviations of its tensor; the first name that
-# fits. Finest where alpha_1 hangs on it: queries, keys, and the FFN that writes the large element.
-LEVELS = {
-    "unembed": 0.30,
-    "blocks.0.ffn.down": 0.09,
-    "qkv": 0.145,
-    "embed": 0.28,
-    "ffn": 0.37,
-    "out": 0.50,
-    "": 0,  # the others are small: as fine as eight bits allow
-}
-FINER = {"0": 0.5, "200": 0.7, "12000": 1.7}  # by step: the first tell little, the last most
+PAGE = LAB / "index.html"
+RECORDED = ("models", "rounding", "real", "sentences")  # what record_lab.py makes
 
 
-def packed(parts: list[bytes]) -> str:
-    """Deflated, each part with a code of its own, in letters of base 64."""
-    # Only runs of one byte are named: what else repeats among random numbers does so by chance.
-    deflate = zlib.compressobj(9, strategy=zlib.Z_RLE)
-    content = b"".join(deflate.compress(part) + deflate.flush(zlib.Z_BLOCK) for part in parts)
-    return base64.b64encode(content + deflate.flush()).decode()
-
-
-def quantise(weights: dict, base: dict, fine: float) -> tuple[dict, dict]:
-    """A set of weights as the page holds it, and as the page unpacks it.
-
-    A tensor is a share of the same tensor of `base`, plus a scale times 8-bit integers.
-    """
-    scales, shares, integers, unpacked = [], [], [], {}
-    for name, tensor in weights.items():
-        values = tensor.astype(float)
-        before = base.get(name, np.zeros_like(values)).astype(float)
-        share = (values * before).sum() / max((before**2).sum(), 1e-30)
-        share = float(f"{share:.4g}")
-        rest = values - share * before
-        level = next(level for part, level in LEVELS.items() if part in name)
-        scale = max(level / fine * values.std(), np.abs(rest).max() / 126, 1e-6)
-        scale = float(f"{scale:.4g}")
-        rounded = np.rint(rest / scale).astype(np.int8)
-        scales.append(scale)
-        shares.append(share)
-        integers.append(rounded.tobytes())
-        unpacked[name] = (rounded * scale + share * before).astype(np.float32)
-    return {"scales": scales, "shares": shares, "packed": packed(integers)}, unpacked
-
-
-def small_models() -> tuple[dict, dict]:
-    """Each model's configuration and its sets of weights by step; and what their rounding changes."""
-    models, unpacked, changes = {}, {"": {}}, []
-    for name in MODELS:
-        run, sets, base = su.config(name, "laptop"), {}, ""
-        files = sorted((CHECKPOINTS / name).glob("*.safetensors"), key=lambda file: int(file.stem))
-        for file in files:
-            weights, step = load_file(file), file.stem
-            # All models begin alike; later each is most like itself at the step before.
-            if name != MODELS[0] and step in ("0", "200"):
-                base = f"{MODELS[0]}/{step}"
-            coded, made = quantise(weights, unpacked[base], FINER.get(step, 1))
-            sets[step] = {"base": base, **coded}
-            base = f"{name}/{step}"
-            unpacked[base] = made
-            changes.append(change(run, weights, made))
-            print(base, changes[-1])
-        cfg = run.model
-        config = {"L": cfg.num_layers, "H": cfg.num_heads, "D": cfg.head_dim}
-        config |= {"F": cfg.intermediate_size, "star": cfg.attention.has_key_bias}
-        config["sigmoid"] = cfg.attention.similarity == "sigmoid"
-        config["learned"] = cfg.position == "learnable"
-        config["fixed"] = run.data.fixed_position == 1
-        tensors = [[key, *np.atleast_2d(value).shape] for key, value in weights.items()]
-        models[name] = {"config": config, "tensors": tensors, "sets": sets}
-    return models, {key: max(row[key] for row in changes) for key in changes[0]}
-
-
-@torch.no_grad()
-def change(run: RunConfig, weights: dict, unpacked: dict) -> dict:
-    """By how much rounding moves a head's alpha_1 on a text, on average, and the loss of 100 texts."""
-    corpus = su.load_corpus("docstrings", run.model.vocab_size)
-    ids = su.probe("natural", corpus.tokenizer)
-    ids = fix_position(ids, run.data.fixed_position, corpus.fix_id)
-    model, alphas, losses = su.TransformerLM(run.model).eval(), [], []
-    for state in (weights, unpacked):
-        model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
-        alphas.append(su.measure(model, ids, norms=False).alpha)
-        losses.append(F.cross_entropy(model(ids)[:, :-1].mT, ids[:, 1:]).item())
-    alpha = (alphas[1] - alphas[0]).abs().mean().item()
-    return {"alpha": alpha, "loss": abs(losses[1] - losses[0])}
-
-
-def real_models(sentences: list[str]) -> dict:
-    """Every head's map of each sentence, without and with a BOS, in shades of PALETTE."""
-    models = {}
-    for name in REAL:
-        model, words = su.load_lm(name)
-        layers, H = model.config.num_hidden_layers, model.config.num_attention_heads
-        heads = [(layer, head) for layer in range(layers) for head in range(H)]
-        texts, maps = [], []
-        for sentence in sentences:
-            plain = words.encode(sentence, add_special_tokens=False)
-            for ids in (plain, [words.bos_token_id, *plain]):
-                weights, shades = maps_of(model, torch.tensor([ids]), heads)
-                alpha = weights[0, :, :, 0].mean(axis=-1).astype(float).round(4).tolist()
-                labels = [token_label(token, words) for token in ids]
-                texts.append({"labels": labels, "alpha": alpha})
-                maps.append(shades)
-        models[name] = {"H": H, "texts": texts, "packed": packed(maps)}
-    return models
+def data_of(page: str) -> dict:
+    """The data that a page holds."""
+    return json.loads(page.split('id="data">')[1].split("</script>")[0])
 
 
 def tokenizer() -> dict:
@@ -150,37 +33,29 @@ def tokenizer() -> dict:
     return {"vocabulary": vocabulary, "merges": [" ".join(pair) for pair in model["merges"]]}
 
 
-def data_of(page: str) -> dict:
-    """The data that a page holds."""
-    return json.loads(page.split('id="data">')[1].split("</script>")[0])
-
-
-def assemble(data: dict) -> str:
-    """The page: words, sources and data in their places."""
-    files = [*LAB.glob("*.*s"), *(Path(plots.__file__).with_name(name) for name in SCRIPTS)]
-    parts = {file.name: file.read_text(encoding="utf-8") for file in files}
-    parts |= read_yaml(LAB / "texts.yaml")["page"]
-    parts["right"] = parts["right"].format(**data["rounding"])
+def page_of(recorded: dict) -> str:
+    """The page with these weights and maps: words, sources and data in their places."""
+    texts = read_yaml(LAB / "texts.yaml")
+    if recorded["sentences"] != texts["sentences"]:
+        raise SystemExit("the maps are of other sentences: run docs/lab/record_lab.py")
+    data = {name: recorded[name] for name in RECORDED}
+    data |= {"palette": PALETTE, "colors": COLORS, "tokenizer": tokenizer()}
+    data |= {"words": texts["models"], "samples": texts["samples"], "tour": texts["tour"]}
     lines = json.dumps(data, ensure_ascii=False, indent=0)
+    parts = texts["page"]
     parts["data"] = lines.replace("</", "<\\/")  # "</script>" would end the element that holds it
+    parts["right"] = parts["right"].format(**data["rounding"])
+    shared = [Path(plots.__file__).with_name(name) for name in SCRIPTS]
+    for file in (*shared, *LAB.glob("*.js"), LAB / "style.css"):
+        parts[file.name] = file.read_text(encoding="utf-8")
     page = (LAB / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\[\[(\S+?)\]\]", lambda name: parts[name[1]], page)
 
 
-def main() -> None:
-    data, texts = data_of(PAGE.read_text(encoding="utf-8")), read_yaml(LAB / "texts.yaml")
-    if data["sentences"] != texts["sentences"]:
-        data["real"] = real_models(texts["sentences"])
-    if CHECKPOINTS.exists():
-        data["models"], data["rounding"] = small_models()
-    else:
-        print(f"weights: those of the page, as there is no {CHECKPOINTS}")
-    data |= {"palette": PALETTE, "colors": COLORS, "tokenizer": tokenizer()}
-    data["words"] = texts["models"]
-    data |= {name: texts[name] for name in ("samples", "sentences", "welcome", "tour")}
-    PAGE.write_text(assemble(data), encoding="utf-8", newline="\n")
+def write_page(recorded: dict) -> None:
+    PAGE.write_text(page_of(recorded), encoding="utf-8", newline="\n")
     print(f"{PAGE.name}: {PAGE.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    write_page(data_of(PAGE.read_text(encoding="utf-8")))

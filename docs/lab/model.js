@@ -1,4 +1,4 @@
-// The study's model in plain JavaScript: tokens, weights, one forward pass, and what one can do to it.
+// The study's model in plain JavaScript: tokens, weights, a forward pass, and operations on it.
 // It runs in a worker, so that the page never freezes, and in Node, where it is tested against
 // su.measure. T tokens, L blocks, H heads, D numbers a head, d = H D; everything counts from 0.
 "use strict";
@@ -39,18 +39,19 @@ function makeTokenizer(vocabulary, merges) {
   return {
     encode: (text) =>
       (text.slice(0, LONGEST).match(new RegExp(WORD, "gu")) ?? []).flatMap(idsOfWord),
-    // A token as it is written, its blanks made visible; bytes that are no character in hexadecimal.
+    // A token as it is written, its blanks made visible; bytes that are no character as numbers.
     label: (id) => {
       if (id <= FIXED) return vocabulary[id];
       const bytes = Uint8Array.from(vocabulary[id], (letter) => LETTERS.indexOf(letter));
       const text = new TextDecoder().decode(bytes);
-      if (text.includes("\ufffd")) return [...bytes].map((byte) => "x" + byte.toString(16)).join(" ");
-      return text.replace(/^ (?=\S)/, "").replace(/\n/g, "↵").replace(/\t/g, "→").replace(/ /g, "␣");
+      if (text.includes("\ufffd")) return bytes.join(" ");
+      const visible = { "\n": "↵", "\t": "→", " ": "␣" };
+      return text.replace(/^ (?=\S)/, "").replace(/[\n\t ]/g, (blank) => visible[blank]);
     },
   };
 }
 
-// What a model reads: a text with the fixed token in its place (-1: nowhere), at most CONTEXT tokens.
+// What a model reads: CONTEXT tokens at most, with the fixed token in its place (-1: nowhere).
 function arrange(tokens, place, fixed = FIXED) {
   const read = tokens.slice(0, CONTEXT);
   if (place >= 0) read.splice(place, 0, fixed);
@@ -59,8 +60,8 @@ function arrange(tokens, place, fixed = FIXED) {
 
 // ---- weights
 
-// The weights of a set, "model/step", by name; `known` keeps what was unpacked. Each tensor is integers
-// times a scale, and a share of the same tensor of another set, its base.
+// The weights of a set, "model/step", by name; `known` keeps what was unpacked. Each tensor is
+// integers times a scale, and a share of the same tensor of another set, its base.
 async function weightsOf(set, models, known) {
   if (known.has(set)) return known.get(set);
   const [model, step] = set.split("/"), { sets, tensors } = models[model];
@@ -104,7 +105,8 @@ function rmsNorm(h, gain, T) {
   const d = gain.length, y = new Float32Array(T * d);
   for (let t = 0; t < T; t++) {
     const squares = h.subarray(t * d, t * d + d).reduce((sum, value) => sum + value ** 2, 0);
-    for (let i = 0; i < d; i++) y[t * d + i] = h[t * d + i] / Math.sqrt(squares / d + 1e-5) * gain[i];
+    const size = Math.sqrt(squares / d + 1e-5);
+    for (let i = 0; i < d; i++) y[t * d + i] = h[t * d + i] / size * gain[i];
   }
   return y;
 }
@@ -138,7 +140,7 @@ function scaleElement(h, d, factor) {
   h[sizes.indexOf(Math.max(...sizes))] *= factor;
 }
 
-// One block's attention, (T, d). `seen` takes each row: head, query, weights, that of k*, their sum.
+// One block's attention, (T, d). `seen` takes a row: head, query, weights, that of k*, their sum.
 function attention(q, k, v, T, { H, D, sigmoid }, star, hide, seen) {
   const d = H * D, out = new Float32Array(T * d), weights = new Float64Array(T);
   for (let head = 0; head < H; head++) {
@@ -181,9 +183,10 @@ function gated(up, T, F) {
 }
 
 // ids -> {maps (L, H, T, T), stars (L, H, T) of k*, spent (L, H, T), alpha (L, H), losses (T - 1)}.
-// edits: {hide, flat: whether; element: a factor}. Weights of a sigmoid need not sum to one: `spent` is
-// their sum, and maps, stars and alpha are shares of it, as su.measure has them.
-function forward(weights, config, ids, edits) {
+// edits: {hide, flat: whether; element: a factor}. alpha: to the token at `sink`, a mean over the
+// queries that see it. Weights of a sigmoid need not sum to one: `spent` is their sum, and maps,
+// stars and alpha are shares of it, as su.measure has them.
+function forward(weights, config, ids, edits, sink = 0) {
   const { L, H, D, F, learned, sigmoid } = config, d = H * D, T = ids.length;
   const maps = new Float32Array(L * H * T * T), alpha = new Float32Array(L * H);
   const stars = new Float32Array(L * H * T), spent = new Float32Array(L * H * T).fill(1);
@@ -202,7 +205,7 @@ function forward(weights, config, ids, edits) {
       for (let j = 0; j <= t; j++) maps[at * T + j] = row[j] / sum;
       stars[at] = ofStar / sum;
       if (sigmoid) spent[at] = sum;
-      alpha[layer * H + head] += row[0] / sum / T;
+      if (t >= sink) alpha[layer * H + head] += row[sink] / sum / (T - sink);
     };
     const out = attention(q, k, v, T, config, of("attention.key_bias"), edits.hide, keep);
     addToState(linear(of("attention.out.weight"), out, T, d));
@@ -224,10 +227,10 @@ function forward(weights, config, ids, edits) {
 if (typeof WorkerGlobalScope !== "undefined") {
   const known = new Map();
   let models;
-  self.onmessage = async ({ data: { number, set, config, ids, edits, ...rest } }) => {
+  self.onmessage = async ({ data: { number, set, config, ids, edits, sink, ...rest } }) => {
     models ??= rest.models;
     if (!set) return;
     const weights = await weightsOf(set, models, known);
-    self.postMessage({ number, ...forward(weights, config, ids, edits) });
+    self.postMessage({ number, ...forward(weights, config, ids, edits, sink) });
   };
 }

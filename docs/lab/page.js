@@ -1,4 +1,4 @@
-// The page: its state, which its address holds too; what it asks of the worker; what it shows of that.
+// The page: its state, which its address holds too; what it asks of the worker; what it shows.
 
 const $ = (id) => document.getElementById(id);
 const DATA = JSON.parse($("data").textContent);
@@ -15,8 +15,7 @@ const state = { ...FIRST };
 const isLive = () => state.model in DATA.models; // it computes; of the real models maps were stored
 const configOf = (name = state.model) => DATA.models[name]?.config ?? DATA.real[name];
 const stepsOf = (name) => Object.keys(DATA.models[name].sets).map(Number);
-const stepOf = (name) => // of those that the model has
-  stepsOf(name).findLast((step) => step <= state.step) ?? stepsOf(name)[0];
+const stepOf = (name) => stepsOf(name).findLast((step) => step <= state.step) ?? 0;
 const operated = () =>
   isLive() && Object.keys(UNTOUCHED).some((name) => state[name] !== UNTOUCHED[name]);
 
@@ -42,8 +41,9 @@ function readAddress() {
 // ---- the worker, and the maps that were stored
 
 const waiting = new Map(); // what resolves the promise of each request, by its number
-const shades = {}; // of all maps of a real model, by its name
 let worker, requests = 0;
+
+const trouble = (words) => { $("trouble").textContent = words; };
 
 function startWorker() {
   const source = new Blob([$("model").textContent], { type: "text/javascript" });
@@ -53,249 +53,183 @@ function startWorker() {
   worker.postMessage({ models: DATA.models });
 }
 
-function trouble(message) {
-  $("trouble").textContent = message;
-  $("trouble").hidden = false;
-}
-
-// One forward pass: what `forward` gives, with ids, labels, and the place of each token in the text.
+// One forward pass. The sink is <fix>, wherever it stands, or else the first token.
 async function pass(name, tokens, { place, drop, hide, element, flat }) {
+  if (!(name in DATA.models)) return mapsOf(name);
   const at = configOf(name).fixed ? place - 1 : -1, number = ++requests;
   const ids = arrange(tokens, at).slice(drop), T = ids.length;
-  const origin = arrange([...tokens.keys()], at, -1).slice(drop);
+  const sink = Math.max(0, ids.indexOf(FIXED));
   const answered = new Promise((resolve) => { waiting.set(number, resolve); });
   worker.postMessage({ number, set: `${name}/${stepOf(name)}`, config: configOf(name), ids,
-    edits: { hide, element, flat } });
+    edits: { hide, element, flat }, sink });
   const result = await answered;
   waiting.delete(number);
+  const labels = ids.map(TOKENIZER.label);
   const shareIn = (head) => (i, j) => result.maps[(head * T + i) * T + j];
-  return { ...result, ids, origin, labels: ids.map(TOKENIZER.label), shareIn };
+  // The place of each token in the text, so that losses can be compared wherever <fix> (-1) stands.
+  const places = arrange([...tokens.keys()], at, -1).slice(drop);
+  return { ...result, sink, labels, shareIn, places };
 }
 
-// The same of a real model: of the text, if that is one of its sentences, else of the first sentence.
+// The same of a real model, of which only maps of the sentences were stored.
 async function mapsOf(name) {
-  const { texts, packed } = DATA.real[name];
-  const own = DATA.sentences.indexOf(state.text), [, , , bos = 0] = DATA.words[name];
-  const which = own < 0 ? bos : 2 * own + state.bos;
-  shades[name] ??= new Uint8Array(await inflate(packed));
+  const real = DATA.real[name], { texts } = real, sentence = DATA.sentences.indexOf(state.text);
+  const bos = name === state.model ? state.bos : DATA.words[name].bos;
+  const which = 2 * Math.max(0, sentence) + bos, { labels, alpha } = texts[which];
+  real.shades ??= new Uint8Array(await inflate(real.packed)); // of all its maps
   const size = ({ labels: { length: T } }) => T * (T + 1) / 2; // a causal map's
-  const { labels, alpha } = texts[which];
   const before = texts.slice(0, which).reduce((sum, text) => sum + alpha.length * size(text), 0);
-  return { labels, alpha,
-    shareIn: (head) => stored(shades[name], before + head * size(texts[which])) };
+  const shareIn = (head) => stored(real.shades, before + head * size(texts[which]));
+  return { labels, alpha, sink: 0, shareIn };
 }
 
 // ---- the model as it is operated on and as it was trained, and then the others beside it
 
-const results = { edited: null, trained: null, byName: {} };
+const results = { model: "", edited: null, trained: null, byName: {} };
 let round = 0;
 
 async function compute() {
   if (!isLive() && !DATA.sentences.includes(state.text)) state.text = DATA.sentences[0];
-  const now = ++round, tokens = TOKENIZER.encode(state.text);
-  const resultOf = (name, edits) =>
-    (name in DATA.models ? pass(name, tokens, edits) : mapsOf(name));
+  const now = ++round, tokens = TOKENIZER.encode(state.text), room = CONTEXT - configOf().fixed;
   writeAddress();
-  if (!enough(tokens)) return;
-  const edited = await resultOf(state.model, state);
-  const trained = operated() ? await resultOf(state.model, UNTOUCHED) : edited;
+  $("note").textContent = !isLive() ? "This model was run beforehand, on the sentences of the list."
+    : tokens.length < 3 ? "There is too little text: the picture is of the one before."
+      : tokens.length > room ? `The text is long: the model reads its first ${room} tokens.`
+        : `${tokens.length} tokens. Most words are several tokens.`;
+  if (tokens.length < 3) return;
+  const edited = await pass(state.model, tokens, state);
+  const trained = operated() ? await pass(state.model, tokens, UNTOUCHED) : edited;
   if (now !== round) return; // the state has changed meanwhile
-  Object.assign(results, { edited, trained });
+  Object.assign(results, { model: state.model, edited, trained });
   show();
   for (const name of NAMES) {
-    const result = name === state.model ? edited : await resultOf(name, state);
+    const result = name === state.model ? edited : await pass(name, tokens, state);
     if (now !== round) return;
     results.byName[name] = result;
-    showModels();
+    showCard(name);
   }
 }
 
-// Whether there is something to predict; and a note on how much a model reads.
-function enough(tokens) {
-  const { fixed } = configOf(), room = CONTEXT - Number(fixed), { length } = tokens;
-  const least = fixed && !state.drop ? 1 : 2;
-  $("note").textContent = length < least ? "There is too little text: the picture is of the one before."
-    : length > room ? `The text is long: a model reads its first ${room} tokens.`
-      : `${length} token${length > 1 ? "s" : ""}. Most words are several tokens.`;
-  return length >= least;
+// A change of what is computed, and one of what is shown of it.
+function change(values) {
+  Object.assign(state, values);
+  return compute();
 }
 
-// A change of the state; only some of it needs another forward pass.
-function choose(values) {
+function look(values) {
   Object.assign(state, values);
-  if (!["head", "query", "threshold"].includes(Object.keys(values)[0])) return compute();
   writeAddress();
   show();
-  return showModels();
+  NAMES.forEach(showCard);
 }
 
 // ---- numbers
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const above = (alpha) => alpha.filter((share) => share > state.threshold).length;
-const starOf = ({ stars, ids: { length: T }, alpha }) =>
+const starOf = ({ stars, labels: { length: T }, alpha }) =>
   alpha.map((_, head) => mean(stars.subarray(head * T, (head + 1) * T)));
 
-// The place, from 0, to which <fix> was moved; 0 also if there is none, or it was not moved.
-const placeOfFixed = ({ origin }) => Math.max(0, origin?.indexOf(-1) ?? 0);
-
-// Each head's attention to the token at a place: a mean over the queries that see it.
-function attentionTo(place, { alpha, labels: { length: T }, shareIn }) {
-  const queries = [...Array(T).keys()].slice(place);
-  return Array.from(alpha, (_, head) => mean(queries.map((i) => shareIn(head)(i, place))));
-}
-
-// Each head's attention to <fix> if that was moved, else to the first token.
-function sinkOf(result) {
-  const place = placeOfFixed(result);
-  return place ? attentionTo(place, result) : result.alpha;
-}
-
-// Losses by their place in the text; that of <fix>, which is in no text, is left out.
-function lossesOf({ losses, origin }) {
-  const byPlace = [];
-  losses.forEach((loss, t) => { if (origin[t + 1] >= 0) byPlace[origin[t + 1]] = loss; });
-  return byPlace;
-}
+// The loss is a mean over the tokens of the text that are predicted both before and after.
+const inBoth = (place) =>
+  [results.edited, results.trained].every(({ places }) => places.indexOf(place) > 0);
+const lossOf = ({ losses, places }) => mean(losses.filter((_, t) => inBoth(places[t + 1])));
 
 // ---- what is shown
 
 function show() {
-  if (!results.edited) return; // no text yet
-  const { labels, alpha } = results.edited, { length } = labels, place = placeOfFixed(results.edited);
-  state.query = Math.min(state.query, length);
+  if (results.model !== state.model) return; // not yet
+  const { edited: { labels, alpha, sink }, trained } = results;
+  state.query = Math.min(state.query, labels.length);
   state.head = Math.min(state.head, alpha.length);
-  document.body.classList.toggle("stored", !isLive());
-  $("summary").textContent = `${above(alpha)} of ${alpha.length} heads give the first token, `
-    + `“${labels[0]}”, more than ${state.threshold.toFixed(2)} of their attention.`
-    + (place ? ` To <fix>, now in place ${place + 1}, ${above(sinkOf(results.edited))} do.` : "")
-    + (isLive() ? "" : ` Among ${length} tokens even attention gives it ${evenShare(length).toFixed(2)} `
-      + `already. So the study reads ${CONTEXT}, where that is ${evenShare(CONTEXT).toFixed(2)}.`);
-  $("about-model").textContent = DATA.words[state.model][1];
-  $("dots").textContent = place ? "its attention to <fix>" : "its α₁";
+  document.body.classList.toggle("is-live", isLive());
+  document.body.classList.toggle("is-operated", operated());
+  document.body.classList.toggle("has-own-key", Boolean(configOf().star));
+  $("about-model").textContent = DATA.words[state.model].about;
+  $("summary").textContent = `${above(alpha)} of ${alpha.length} heads give “${labels[sink]}” `
+    + `more than ${state.threshold.toFixed(2)} of their attention`
+    + (operated() ? ` (${above(trained.alpha)} before).` : ".");
   showNumbers();
+  showControls();
+  if (!$("map").clientWidth) return; // behind the curtain
   showHeads();
   showMap();
-  showControls(length);
-  if (isLive()) showLosses();
 }
 
 function showNumbers() {
   const { edited, trained } = results;
-  const count = (shares) => `${above(shares)} of ${shares.length}`, moved = placeOfFixed(edited) > 0;
-  const rows = [[`heads with a sink${moved ? " on place 1" : ""}`, ({ alpha }) => count(alpha)],
-    ["mean α₁", ({ alpha }) => mean(alpha).toFixed(2)],
-    ["α₁ of even attention", ({ labels }) => evenShare(labels.length).toFixed(2)]];
-  if (isLive()) {
-    const [now, before] = [edited, trained].map(lossesOf);
-    const both = [...now.keys()].filter((i) => now[i] !== undefined && before[i] !== undefined);
-    rows.push(["loss, nats a token", (one) => mean(both.map((i) => lossesOf(one)[i])).toFixed(2)]);
-  }
-  if (configOf().star) rows.push(["mean to the own key", (one) => mean(starOf(one)).toFixed(2)]);
-  if (moved) {
-    rows.push(["heads with a sink on <fix>", (one) => count(sinkOf(one))],
-      ["mean to <fix>", (one) => mean(sinkOf(one)).toFixed(2)]);
-  }
-  const columns = operated() ? [edited, trained] : [edited];
-  const titles = operated() ? ["", "operated", "before"] : [""];
-  table($("numbers"), [titles, ...rows.map(([name, value]) => [name, ...columns.map(value)])]);
+  const rows = [["attention, mean of all heads", ({ alpha }) => mean(alpha)],
+    ["even attention", ({ labels, sink }) => evenShare(labels.length, sink)]];
+  if (configOf().star) rows.push(["to the own key", (one) => mean(starOf(one))]);
+  if (isLive()) rows.push(["loss, nats a token", lossOf]);
+  $("numbers").replaceChildren(...rows.map(([name, value]) => {
+    const before = operated() ? `${value(trained).toFixed(2)} before` : "";
+    return make("tr", {}, make("th", {}, name), make("td", {}, value(edited).toFixed(2)),
+      make("th", {}, before));
+  }));
 }
 
 function showHeads() {
-  const { edited, trained } = results, holder = $("heads"), width = holder.clientWidth;
-  if (!width) return; // behind a curtain
-  const moved = placeOfFixed(edited) > 0; // then even attention to <fix> is not what T's line shows
-  const headAt = drawHeads(holder, { ...configOf(), alpha: sinkOf(edited), head: state.head - 1,
+  const { edited, trained } = results, holder = $("heads");
+  const headAt = drawHeads(holder, { ...configOf(), ...edited, head: state.head - 1,
     star: configOf().star && starOf(edited), rings: operated() ? trained.alpha : null,
-    threshold: state.threshold, T: moved ? 0 : edited.labels.length, width });
+    threshold: state.threshold, T: edited.labels.length, width: holder.clientWidth });
   holder.onclick = (event) => {
-    const head = headAt(event);
-    if (head >= 0) choose({ head: head + 1 });
+    if (headAt(event) >= 0) look({ head: headAt(event) + 1 });
   };
 }
 
 function showMap() {
-  const { labels, alpha, stars, spent, shareIn } = results.edited, holder = $("map");
-  if (!holder.clientWidth) return;
+  const { labels, alpha, stars, spent, losses, shareIn, sink } = results.edited, holder = $("map");
   const head = state.head - 1, query = state.query - 1, at = head * labels.length;
-  const place = placeOfFixed(results.edited);
-  const name = nameOf(head, configOf().H, alpha)
-    + (place ? `, ${sinkOf(results.edited)[head].toFixed(2)} to <fix>` : ""), [title] = DATA.words[state.model];
-  const after = isLive() ? `, ${stepOf(state.model).toLocaleString("en")} steps` : "";
-  const view = { labels, share: shareIn(head), query, title: `${title}${after}\n${name}`,
-    starAt: configOf().star && ((i) => stars[at + i]), width: holder.clientWidth };
+  const steps = isLive() ? `, ${stepOf(state.model).toLocaleString("en")} steps` : "";
+  const view = { labels, share: shareIn(head), query, sink, width: holder.clientWidth,
+    title: `${DATA.words[state.model].title}${steps}\n${nameOf(head, configOf().H, alpha)}`,
+    starAt: configOf().star && ((i) => stars[at + i]) };
   const row = drawMap(holder, view);
-  const frame = holder.querySelector(`rect[stroke="${DATA.colors.first}"]`);
-  frame.setAttribute("x", Number(frame.getAttribute("x")) + place * frame.getAttribute("width"));
   holder.onpointermove = (event) => {
-    if (row(event) !== query) choose({ query: row(event) + 1 });
+    if (row(event) !== query) look({ query: row(event) + 1 });
   };
-  set("head", { max: alpha.length, value: state.head }, name);
-  set("query", { max: labels.length, value: state.query }, `${state.query}, “${labels[query]}”`);
   const sum = configOf().sigmoid && spent[at + query].toFixed(2);
-  $("looks").textContent = looksAt(view) + (sum ? ` These are shares of the ${sum} that it spends.` : "");
+  $("looks").textContent = looksAt(view)
+    + (sum ? ` These are shares of the ${sum} that it spends.` : "");
+  const loss = losses?.[query]?.toFixed(2);
+  $("next").textContent =
+    loss ? `The loss of the next token, “${labels[query + 1]}”, is ${loss} nats.` : "";
 }
 
-// A bar a token: the nats that it costs; a tick: before the operation. No bar where none is predicted.
-function showLosses() {
-  const [losses, trained] = [results.edited, results.trained].map(lossesOf), holder = $("losses");
-  const before = operated() ? trained : [], n = Math.max(losses.length, trained.length);
-  const labels = TOKENIZER.encode(state.text).slice(0, n).map(TOKENIZER.label);
-  const step = Math.max(11, Math.min(24, (holder.clientWidth - 50) / n));
-  const { font, room } = labelled(labels, step), left = 34, high = 90, bottom = 102;
-  const svg = picture(holder, left + n * step + 8, bottom + room + 6, "Loss of each token, as bars");
-  const most = Math.max(4, ...[...losses, ...before].filter((loss) => loss !== undefined));
-  const y = (loss) => bottom - high * loss / most;
-  for (let loss = 0; loss <= most; loss += most > 8 ? 4 : 2) {
-    line(svg, left, y(loss), left + n * step, y(loss));
-    write(svg, loss, left - 6, y(loss) + 4, { "text-anchor": "end", fill: GREY });
-  }
-  labels.forEach((label, i) => {
-    const x = left + i * step, height = bottom - y(losses[i] ?? 0);
-    const turned = { transform: `translate(${x + step * 0.66} ${bottom + 6}) rotate(-90)` };
-    box(svg, x + 1, bottom - height, step - 3, height, { fill: LIGHT });
-    if (before[i] !== undefined) {
-      line(svg, x, y(before[i]), x + step - 1, y(before[i]), { stroke: INK, "stroke-width": 2 });
-    }
-    add(svg, "text", { ...font, ...turned, "text-anchor": "end" }, short(label));
-  });
-  $("ticks").hidden = !operated();
+// A model's card, with all its heads as a square of cells, a row a block.
+function showCard(name) {
+  if (!results.byName[name]) return; // not yet
+  const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
+  const [holder, , words] = $(`model-${name}`).children;
+  words.textContent = `${above(alpha)} of ${alpha.length} heads`
+    + (name in DATA.models ? "" : " (short text)");
+  const svg = picture(holder, H * 10, rows * 10, "");
+  svg.setAttribute("preserveAspectRatio", "none");
+  squares(svg, rows, H, 10, (row, column) => alpha[row * H + column]);
 }
 
-// A card a model, with all its heads as a square of cells, a row a block.
-function showModels() {
-  for (const name of NAMES) {
-    const card = $(`model-${name}`), [holder, , words] = card.children, result = results.byName[name];
-    card.setAttribute("aria-pressed", name === state.model);
-    if (!result) continue; // not yet
-    holder.replaceChildren();
-    const { H } = configOf(name), shares = sinkOf(result), rows = shares.length / H;
-    const another = !(name in DATA.models) && !DATA.sentences.includes(state.text);
-    words.textContent = `${above(shares)} of ${shares.length} heads`
-      + (another ? ", on its own text" : "")
-      + (placeOfFixed(result) ? ` on <fix>, ${above(result.alpha)} on place 1` : "");
-    const svg = picture(holder, H * 10, rows * 10, "");
-    Object.entries({ width: 60, height: 60, preserveAspectRatio: "none", "aria-hidden": true })
-      .forEach(([attribute, value]) => svg.setAttribute(attribute, value));
-    squares(svg, rows, H, 10, (row, column) => shares[row * H + column]);
-  }
-}
-
-function showControls(T) {
+function showControls() {
+  const { labels, alpha } = results.edited, { fixed, H } = configOf();
   for (const name of ["drop", "hide", "flat", "bos"]) $(name).checked = state[name];
-  for (const name of ["element", "threshold"]) {
-    set(name, { value: state[name] }, state[name].toFixed(2));
-  }
-  $("own-key").hidden = !configOf().star;
-  $("sample").value = [...DATA.samples, ...DATA.sentences].indexOf(state.text);
+  const [name] = nameOf(state.head - 1, H, alpha).split(":");
+  set("head", { max: alpha.length, value: state.head }, name);
+  set("query", { max: labels.length, value: state.query },
+    `${state.query}, “${labels[state.query - 1]}”`);
+  set("threshold", { value: state.threshold }, state.threshold.toFixed(2));
+  set("element", { value: state.element },
+    state.element === 1 ? "1.00 (as it is)" : state.element.toFixed(2));
+  for (const name of NAMES) $(`model-${name}`).ariaPressed = name === state.model;
+  $("sample").value = state.text;
+  $("sample").children[0].disabled = $("text").readOnly = !isLive();
   if ($("text").value !== state.text) $("text").value = state.text;
   if (!isLive()) return;
-  const { fixed } = configOf(), steps = stepsOf(state.model), step = stepOf(state.model);
-  const place = fixed ? state.place : "(this model has none)";
+  const steps = stepsOf(state.model), step = stepOf(state.model);
   set("step", { max: steps.length - 1, value: steps.indexOf(step) },
     `${step.toLocaleString("en")} steps`);
-  set("place", { max: T + state.drop, value: state.place, disabled: !fixed }, place);
-  $("undo").disabled = !operated();
+  set("place", { max: labels.length + state.drop, value: state.place, disabled: !fixed },
+    fixed ? state.place : "(this model has none)");
 }
 
 // A slider, and what says its value: to eyes and to a screen reader.
@@ -304,77 +238,48 @@ function set(id, values, words) {
   $(`${id}-value`).textContent = words;
 }
 
-function make(tag, values, ...children) {
-  const node = Object.assign(document.createElement(tag), values);
-  node.append(...children);
-  return node;
-}
-
-// The first cell of each row is its name; a cell is text or an element.
-function table(holder, rows) {
-  const cellOf = (content, i, j) => make(i && j ? "td" : "th", {}, content);
-  holder.replaceChildren(...rows.map(
-    (row, i) => make("tr", {}, ...row.map((cell, j) => cellOf(cell, i, j)))));
-}
-
 // ---- controls
 
-function buildModels() {
-  $("models").append(...NAMES.map((model) => {
-    const [title, , head, bos = 0] = DATA.words[model], picture = make("span", { className: "figure" });
-    const onclick = () => choose({ model, head: head ?? state.head, bos });
-    return make("button", { type: "button", id: `model-${model}`, onclick }, picture,
-      make("strong", {}, title), make("output", {}));
-  }));
-}
-
-function buildTexts() {
-  const texts = [...DATA.samples, ...DATA.sentences], [ours, everyday] = $("sample").children;
-  texts.forEach((text, value) => {
-    const group = value < DATA.samples.length ? ours : everyday;
-    group.append(make("option", { value, textContent: text }));
-  });
-  $("sample").onchange = ({ target }) => choose({ text: texts[target.value] });
-  $("text").oninput = ({ target }) => choose({ text: target.value });
-}
-
 function buildControls() {
-  $("step").oninput = ({ target }) => choose({ step: stepsOf(state.model)[target.value] });
-  for (const name of ["place", "element", "threshold", "query", "head"]) {
-    $(name).oninput = ({ target }) => choose({ [name]: Number(target.value) });
+  for (const model of NAMES) {
+    const { title, bos = 0, head } = DATA.words[model];
+    const onclick = () => change({ model, bos, head: head ?? state.head });
+    const cells = make("span", { className: "figure", ariaHidden: true });
+    $("models").append(make("button", { type: "button", id: `model-${model}`, onclick },
+      cells, make("strong", {}, title), make("output", {})));
+  }
+  const [ours, others] = $("sample").children;
+  ours.append(...DATA.samples.map((text) => make("option", { value: text }, text)));
+  others.append(...DATA.sentences.map((text) => make("option", { value: text }, text)));
+  for (const name of ["sample", "text"]) {
+    $(name).oninput = ({ target }) => change({ text: target.value });
+  }
+  $("step").oninput = ({ target }) => change({ step: stepsOf(state.model)[target.value] });
+  for (const name of ["place", "element"]) {
+    $(name).oninput = ({ target }) => change({ [name]: Number(target.value) });
+  }
+  for (const name of ["threshold", "query", "head"]) {
+    $(name).oninput = ({ target }) => look({ [name]: Number(target.value) });
   }
   for (const name of ["drop", "hide", "flat", "bos"]) {
-    $(name).onchange = ({ target }) => choose({ [name]: Number(target.checked) });
+    $(name).onchange = ({ target }) => change({ [name]: Number(target.checked) });
   }
-  $("undo").onclick = () => choose(UNTOUCHED);
+  $("undo").onclick = () => change(UNTOUCHED);
   for (const button of document.querySelectorAll(".play")) button.onclick = play;
   $("save").onclick = saveMap;
-  $("link").onclick = async ({ target }) => {
-    const copied = navigator.clipboard?.writeText(location.href).then(() => "Copied");
-    target.textContent = await copied?.catch(() => null) ?? "It is in the address bar";
-  };
-  addEventListener("hashchange", () => {
-    if (!location.hash.includes("=")) return; // a section of the page
-    readAddress();
-    showTour();
-    compute();
-  });
-  addEventListener("resize", show);
-}
-
-function buildToy() {
   const names = ["a key of its own", "key 1", "key 2", "key 3", "key 4"];
   const put = makeToy($("toy-table"), { names, low: -4, high: 4 });
   $("nothing").onclick = () => put([0, -3, -3.5, -2.5, -3]);
   $("match").onclick = () => put([0, -3, 3, -2.5, -3]);
   $("nothing").click();
+  addEventListener("resize", show);
 }
 
 // From the first checkpoint to the last.
 async function play({ target }) {
   target.disabled = true;
   for (const step of stepsOf(state.model)) {
-    await choose({ step });
+    await change({ step });
     await new Promise((wake) => { setTimeout(wake, 700); });
   }
   target.disabled = false;
@@ -385,5 +290,4 @@ function saveMap() {
   const text = new XMLSerializer().serializeToString($("map").firstChild);
   const href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
   make("a", { href, download: `${state.model}_head_${state.head}.svg` }).click();
-  URL.revokeObjectURL(href);
 }

@@ -1,85 +1,79 @@
-// The guided tour, whose words are in texts.yaml: each step has a guess before its picture, and its
-// numbers are computed. And the start of the page.
+// The guided tour, a guess before each picture; its words are in texts.yaml. And the page's start.
 
 const stepNow = () => DATA.tour[state.tour - 1];
-let computed; // resolves when the picture of a step is there
 
-function scaleOf({ answer }) {
-  if (answer === "share") return { most: 1, step: 0.01, written: (value) => value.toFixed(2) };
-  return { most: answer, step: 1, written: (value) => `${value} of ${answer} heads` };
-}
+// A guess or an answer: a head's share of attention, or so many of all `heads`.
+const inWords = (value) =>
+  (stepNow().heads ? `${value} of ${stepNow().heads} heads` : value.toFixed(2));
 
-function answerOf({ answer }) {
-  const { alpha } = results.edited;
-  return answer === "share" ? alpha[state.head - 1] : above(alpha);
-}
+const answer = ({ alpha }) => (stepNow().heads ? above(alpha) : alpha[state.head - 1]);
 
 function showTour() {
-  const step = stepNow(), { title, before } = step ?? DATA.welcome, { length } = DATA.tour;
+  const step = stepNow(), { length } = DATA.tour;
   document.body.classList.toggle("touring", Boolean(step));
-  $("tour-form").hidden = $("tour-end").hidden = !step;
-  $("tour-back").hidden = state.tour < 2;
-  $("verdict").textContent = "";
   curtain(Boolean(step));
-  $("tour-title").textContent = step ? `${state.tour} of ${length}: ${title}` : title;
-  $("tour-text").textContent = before;
-  $("tour-next").textContent = !step ? "Start the tour" : state.tour < length ? "Next" : "To the lab";
   if (!step) return;
-  const { most, step: apart } = scaleOf(step);
+  $("tour-title").textContent = `${state.tour} of ${length}: ${step.title}`;
+  $("tour-text").textContent = step.before;
   $("question").textContent = step.question;
-  Object.assign($("guess"), { min: 0, max: most, step: apart, value: most / 2 });
+  $("verdict").textContent = "";
+  $("tour-play").hidden = !step.play;
+  $("tour-next").textContent = state.tour < length ? "Next" : "To the lab";
+  const most = step.heads ?? 1;
+  Object.assign($("guess"), { max: most, step: step.heads ? 1 : 0.01, value: most / 2 });
   showGuess();
 }
 
-function showGuess() {
-  set("guess", {}, scaleOf(stepNow()).written(Number($("guess").value)));
-}
+const showGuess = () => set("guess", {}, inWords(Number($("guess").value)));
 
 function curtain(closed) {
-  $("curtain").hidden = $("reveal").hidden = !closed;
-  $("picture").hidden = $("tour-next").disabled = closed;
-  $("tour-play").hidden = closed || !stepNow()?.play;
+  document.body.classList.toggle("guessing", closed);
+  $("tour-next").disabled = closed;
 }
 
 function goTo(number) {
-  const step = DATA.tour[number - 1];
   Object.assign(state, UNTOUCHED, { tour: number, threshold: FIRST.threshold });
-  if (step) Object.assign(state, { text: FIRST.text, query: FIRST.query, bos: 0 }, step.state);
+  const { text, query } = FIRST;
+  if (stepNow()) Object.assign(state, { text, query, bos: 0 }, stepNow().state);
   showTour();
-  computed = compute();
-  $("tour").scrollIntoView();
-  $(step ? "guess" : "tour-next").focus();
+  compute();
+  document.body.scrollIntoView();
+  $(number ? "guess" : "tour-start").focus();
 }
 
 async function reveal(event) {
   event.preventDefault();
-  await computed;
-  const step = stepNow(), { written } = scaleOf(step), guess = written(Number($("guess").value));
+  await compute();
   curtain(false);
   show();
-  const answer = make("strong", {}, `You guessed ${guess}, and it is ${written(answerOf(step))}. `);
-  $("verdict").replaceChildren(answer, step.after);
+  const guess = inWords(Number($("guess").value)), found = inWords(answer(results.edited));
+  const verdict = make("strong", {}, `You guessed ${guess}, and it is ${found}. `);
+  $("verdict").replaceChildren(verdict, stepNow().after);
   $("tour-next").focus();
 }
 
 function start() {
-  if (typeof DecompressionStream === "undefined" || typeof Worker === "undefined") {
-    trouble("This browser is too old for the models: they need DecompressionStream (2023).");
-    return;
-  }
+  if (!window.DecompressionStream) trouble("This browser is too old: the models need one of 2024.");
   startWorker();
-  readAddress();
-  buildModels();
-  buildTexts();
   buildControls();
-  buildToy();
   $("tour-form").onsubmit = reveal;
   $("guess").oninput = showGuess;
+  $("tour-start").onclick = () => goTo(1);
   $("tour-next").onclick = () => goTo((state.tour + 1) % (DATA.tour.length + 1));
   $("tour-back").onclick = () => goTo(state.tour - 1);
   $("tour-end").onclick = () => goTo(0);
+  onhashchange = () => {
+    openAddress();
+    $("summary").scrollIntoView({ block: "nearest" });
+  };
+  openAddress();
+}
+
+// Show what the address asks for.
+function openAddress() {
+  readAddress();
+  if (state.tour) return goTo(state.tour);
   showTour();
-  if (state.tour) goTo(state.tour);
-  else computed = compute();
+  return compute();
 }
 start();

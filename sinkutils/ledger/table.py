@@ -10,12 +10,12 @@ import pandas as pd
 
 from sinkutils.checks import require
 from sinkutils.ledger.claims_file import REAL, read_claims
-from sinkutils.ledger.judge import HOLDS, OPEN, Judged, judge_claims
+from sinkutils.ledger.judge import FAILS, HOLDS, MISSING, OPEN, Judged, judge_claims
 from sinkutils.ledger.quantities import QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
 from sinkutils.study.record import Folder
 
-COLUMNS = """id part source claim paper ours interval verdict reason holds effect low high trivial
+COLUMNS = """id part source claim paper ours interval verdict reason checks effect low high trivial
  remark""".split()
 CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior bar p passes words
  premise""".split()
@@ -28,11 +28,11 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
     printed. ours, interval: the levels that the checks read, and their 95 % intervals, excess in
     blocks 2 to L. verdict: reproduced, partly, not reproduced, inconclusive, not visible
     (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
-    no number says it, a dead block above all. holds: "k of n" checks. effect, low, high: of the
-    first check that has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why
-    the claim could not have failed here, if so. remark: by hand. corrected: whether directional
-    checks are corrected for their number (Holm), as the ledger's verdicts are. Raises ValueError
-    for an unknown preset.
+    no number says it, a dead block above all. checks: how many hold, fail and stay open, such as
+    "1 holds, 3 fail, 5 open". effect, low, high: of the first check that has a number, with its
+    95 % interval; of a ratio, its logarithm. trivial: why the claim could not have failed here, if
+    so. remark: by hand. corrected: whether directional checks are corrected for their number
+    (Holm), as the ledger's verdicts are. Raises ValueError for an unknown preset.
     """
     ours = readings(preset, folder)
     rows = []
@@ -52,8 +52,7 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
         row = vars(one.claim) | {"verdict": one.verdict, "reason": _reasons(one)}
         row["ours"] = "; ".join(levels)
         row["interval"] = "; ".join(intervals)
-        states = [outcome.state for outcome in one.outcomes]
-        row["holds"] = f"{states.count(HOLDS)} of {len(states)}"
+        row["checks"] = _tally(one)
         for outcome in one.outcomes:
             estimate = outcome.estimate
             if estimate.seeds:
@@ -90,7 +89,7 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
-    """The verdict on one claim, such as "reproduced (3 of 3 checks)".
+    """The verdict on one claim, such as "partly (1 holds, 3 fail, 5 open)".
 
     Raises ValueError for an unknown id.
     """
@@ -98,12 +97,25 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
     require(id in known, f"no claim {id!r} in data/claims.yaml")  # before 600 records are read
     table = claims(preset, folder)
     row = table[table.id == id].iloc[0]
-    return row.verdict if row.holds == "0 of 0" else f"{row.verdict} ({row.holds} checks)"
+    return f"{row.verdict} ({row.checks})" if row.checks else row.verdict
 
 
 @lru_cache(maxsize=4)
 def _all_judged(ours: Readings, corrected: bool = True) -> list[Judged]:
     return judge_claims(read_claims(), ours, corrected)
+
+
+def _tally(judged: Judged) -> str:
+    """How its checks come out, such as "1 holds, 3 fail, 5 open"; empty if it has none."""
+    states = [outcome.state for outcome in judged.outcomes]
+    parts = []
+    for state in (HOLDS, FAILS, OPEN, MISSING):
+        if count := states.count(state):
+            parts.append(f"{count} {state if count == 1 else state.removesuffix('s')}")
+    # A claim whose checks all hold may still be open: it rests on another that is.
+    if any(premise.state != HOLDS for premise in judged.premises):
+        parts.append("a premise is open")
+    return ", ".join(parts)
 
 
 def _reasons(judged: Judged) -> str:

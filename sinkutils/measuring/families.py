@@ -76,7 +76,7 @@ def chooses_attention(module: nn.Module) -> bool:
     """Whether the module computes its attention by the function that its configuration names."""
     # Read off the compiled code, as nothing else tells before the module has run.
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "get_interface" in code.co_names
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def configurations(model: nn.Module) -> list[Any]:

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from sinkutils.checks import require
-from sinkutils.measuring import families, refusals
+from sinkutils.measuring import families, older, refusals
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Pass
 from sinkutils.measuring.state import LeftAsFound
@@ -35,6 +35,8 @@ from sinkutils.measuring.wrappers import handed_over
 
 # A context variable and no global: other threads run the same patched classes while we measure.
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
+if older.NEEDED:
+    AttentionInterface.get_interface = older.get_interface
 _get_interface = AttentionInterface.get_interface
 _get_mask = AttentionMaskInterface.__getitem__
 
@@ -55,6 +57,8 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
         # The outermost configuration last, as setting it sets those within it, too.
         for config in reversed(families.configurations(watched.model)):
             state.set(config, "_attn_implementation_internal", "eager")
+    elif older.NEEDED:
+        older.let_ask(watched.layers, lambda: _current.get() is watched, state)
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
         # What torch.compile made is run as it was written: it knows nothing of hooks and patches.
         stance = torch.compiler.set_stance("force_eager")

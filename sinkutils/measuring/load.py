@@ -8,6 +8,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
+# Said of files that transformers 5 wrote, to who has 4: of their rotary base it would read nothing.
+NEWER = "was saved by a later transformers, whose files this one reads wrongly: update transformers"
 
 
 def load_lm(
@@ -121,7 +124,11 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     """From a hub id or a folder. target: None leaves the devices to accelerate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import set_tqdm_hook
+
+    try:
+        from transformers.utils.logging import set_tqdm_hook
+    except ImportError:  # transformers 4
+        from sinkutils.measuring.older import set_tqdm_hook
 
     # The hub is asked once whether it is there: its library tries each file for half a minute.
     local = Path(name).exists()
@@ -180,17 +187,24 @@ def check_folder(path: Path) -> None:
 # transformers fills what a file lacks with random numbers, and drops what it does not know, with a
 # line in its log. A sink measured on such a model would be a number of nothing.
 def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
-    """Raise ModelUnavailable for weights that are not those of the configuration.
+    """Raise ModelUnavailable for weights that are not those of the configuration, and for one that
+    only a later transformers reads rightly.
 
     Unused ones, such as those of another head, are a warning.
     """
+    saved = getattr(model.config, "transformers_version", None) or "0"
+    if int(saved.partition(".")[0]) > int(version("transformers").partition(".")[0]):
+        raise ModelUnavailable(f"{name!r} {NEWER}")
     message = f"the weights of {name!r} are not those of its config.json: "
     mismatched = sorted(info.get("mismatched_keys", ()))
     if mismatched:
-        key, in_file, in_model = mismatched[0]
+        first = mismatched[0]
+        if isinstance(first, tuple):  # transformers 4 gives the name alone
+            key, in_file, in_model = first
+            first = f"{key} is {tuple(in_file)} in the file and {tuple(in_model)} by config.json"
         raise ModelUnavailable(
-            f"{message}{key} is {tuple(in_file)} in the file and {tuple(in_model)} by config.json "
-            f"(and {len(mismatched) - 1} more): was the vocabulary resized without saving?"
+            f"{message}{first} (and {len(mismatched) - 1} more): was the vocabulary resized "
+            "without saving?"
         )
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     message += f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
@@ -244,7 +258,8 @@ def _why(name: str, offline: bool, error: Exception) -> str:
     if Path(name, "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
     # PyTorch advises here to load it without weights_only, which would run whatever it holds.
-    if "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
+    cut = "pytorch checkpoint file" in message  # as transformers 4 says it
+    if cut or "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
         return (
             f"{name!r} has a .bin file that is cut, or holds more than tensors, which could run "
             "any code: not loaded"
@@ -254,6 +269,8 @@ def _why(name: str, offline: bool, error: Exception) -> str:
             f"{name!r} could not be loaded: its .safetensors file is cut, or a git-lfs pointer in "
             f"place of it (git lfs pull): {message[:200]}"
         )
+    if "TokenizersBackend" in message:
+        return f"{name!r} {NEWER}"
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
         return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:

@@ -1,7 +1,7 @@
-// How heads and maps are shown, in the notebooks' interactive pictures and in the lab. SVG made element
-// by element, so that any text in it is text. Three rules of colour, as everywhere in the study: one
-// palette for attention; orange is the first token and green a key of a head's own; all else is grey.
-// DATA has the palette and the colours. Tokens, heads and queries count from 0 here, from 1 in words.
+// How heads and maps are shown, in the notebooks' interactive pictures and in the lab. SVG made
+// element by element, so that any text in it is text. One palette for attention. Orange is the
+// sink, green a key of a head's own, and all else is grey. DATA has the palette and the colours.
+// Tokens, heads and queries count from 0 here, from 1 in words.
 
 const INK = "#222222", GREY = "#707070", LIGHT = "#b8b8b8";
 const SANS = "DejaVu Sans, Verdana, sans-serif", MONO = "DejaVu Sans Mono, monospace";
@@ -11,6 +11,13 @@ function add(parent, tag, values = {}, words = "") {
   Object.entries(values).forEach(([name, value]) => node.setAttribute(name, value));
   node.textContent = words;
   parent.append(node);
+  return node;
+}
+
+// An HTML element with these properties and children.
+function make(tag, values, ...children) {
+  const node = Object.assign(document.createElement(tag), values);
+  node.append(...children);
   return node;
 }
 
@@ -32,19 +39,12 @@ function picture(holder, width, height, name) {
 
 // Where a pointer is, in the picture's own units.
 function pointIn(svg, event) {
-  const { left, top, width } = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / width;
+  const { left, top, width } = svg.getBoundingClientRect();
+  const scale = svg.viewBox.baseVal.width / width;
   return [(event.clientX - left) * scale, (event.clientY - top) * scale];
 }
 
 const short = (label) => label.replace(/^(.{9}).{2,}$/u, "$1…"); // at most ten letters
-
-// The font of tokens beside cells of a side, and the room that the longest needs.
-function labelled(labels, side) {
-  const size = Math.min(12, 0.9 * side);
-  const longest = Math.max(...labels.map((label) => short(label).length));
-  const font = { "font-size": size, "font-family": MONO };
-  return { font, room: Math.ceil(longest * size * 0.62) + 8 };
-}
 
 // Squares, one path a shade: square roots of share(row, column), which is undefined where none is.
 function squares(parent, rows, columns, side, share) {
@@ -69,12 +69,15 @@ const nameOf = (head, H, alpha, block = 1 + Math.floor(head / H)) =>
   `Head ${head % H + 1} of block ${block}: α₁ = ${alpha[head].toFixed(2)}`;
 
 // One head's map: a row a query, a column a key. Returns which query stands at a point of it.
-function drawMap(holder, { labels, share, starAt, title, query, width }) {
+function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 }) {
   const T = labels.length, side = Math.max(10, Math.min(24, (width - 100) / (T + 1)));
-  const { font, room } = labelled(labels, side), top = room + 44;
+  const size = Math.min(12, 0.9 * side), font = { "font-size": size, "font-family": MONO };
+  const longest = Math.max(...labels.map((label) => short(label).length));
+  const room = Math.ceil(longest * size * 0.62) + 8, top = room + 44; // for the labels
   const left = room + (starAt ? side + 8 : 0);
   const svg = picture(holder, Math.max(left + T * side + 4, 280), top + T * side + 4, title);
-  title.split("\n").forEach((words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
+  title.split("\n").forEach(
+    (words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
   const column = (label, x) => add(svg, "text",
     { ...font, transform: `translate(${x + side * 0.72} ${top - 6}) rotate(-90)` }, short(label));
   labels.forEach((label, i) => {
@@ -91,7 +94,7 @@ function drawMap(holder, { labels, share, starAt, title, query, width }) {
   }
   const seen = (i, j) => (j > i ? undefined : share(i, j));
   squares(add(svg, "g", { transform: `translate(${left} ${top})` }), T, T, side, seen);
-  box(svg, left, top, side, side * T, { ...frame, stroke: DATA.colors.first });
+  box(svg, left + side * sink, top, side, side * T, { ...frame, stroke: DATA.colors.first });
   box(svg, room, top + side * query, left - room + side * (query + 1), side,
     { fill: "none", stroke: INK, "stroke-width": 1.5 });
   return (event) => {
@@ -109,11 +112,13 @@ function looksAt({ labels, share, starAt, query }) {
   return `It gives ${most.map(([key, value]) => `${value.toFixed(2)} to ${key}`).join(", ")}.`;
 }
 
-const evenShare = (T) => [...Array(T).keys()].reduce((sum, i) => sum + 1 / (i + 1), 0) / T;
+// What the token at `sink` gets from even attention: a mean over the queries that see it.
+const evenShare = (T, sink = 0) =>
+  [...Array(T).keys()].slice(sink).reduce((sum, i) => sum + 1 / (i + 1), 0) / (T - sink);
 
-// Every head as a dot over its block, at the height of the attention that it gives; green diamonds: to a
-// key of its own; rings: before, or after. Returns which head is at a point, or -1.
-function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, threshold, T, width,
+// Every head as a dot over its block, at the height of the attention that it gives; green diamonds:
+// to a key of its own; rings: before, or after. Returns which head is at a point, or -1.
+function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, threshold, T, sink, width,
   name = "Attention of every head to the first token", color = DATA.colors.first }) {
   const rows = alpha.length / H, many = rows > 6, size = many ? 2.4 : 5;
   const left = 34, right = width - 6, top = 12, high = 168;
@@ -131,7 +136,7 @@ function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, thresh
   }
   const level = (share, dashes) => line(svg, left, y(share), right, y(share),
     { stroke: INK, "stroke-dasharray": dashes, "stroke-width": 1.4 });
-  if (T) level(evenShare(T), "1 3");
+  if (T) level(evenShare(T, sink), "1 3");
   if (threshold) level(threshold, "6 4");
   const dot = (head, share, values) => add(svg, "circle", { cx: x(head), cy: y(share), ...values });
   const ring = { fill: "none", stroke: GREY, r: size };

@@ -23,6 +23,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from sinkutils.checks import integer, require
@@ -100,10 +101,12 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
             runs.append({"name": title, "H": alpha.shape[2], "frames": frames, "means": means})
             heads_by_block(alpha[-1], ax=dots)
             dots.set_ylabel("attention to token 1")
+            dots.label_outer()  # the blocks are named below the last row alone
+            dots.set_title(title, parse_math=False)
             line.plot(steps, means, color=COLORS["first"], linewidth=2.5)
-            line.set_title(title, parse_math=False)
             line.set(ylim=(0, 1), ylabel="mean of all heads")
         line.set(xlabel="training step")
+        line.xaxis.set_major_locator(MaxNLocator(4))  # more numbers than these would touch
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
         "Attention of every head to token 1 at the end of training, and its mean along training: "

@@ -1,5 +1,5 @@
-// A toy, in the notebooks and in the lab: the logits of one query, which one drags, and what softmax and
-// sigmoid make of them. The first name is a key of the head's own, with a value of zero.
+// A toy, in the notebooks and in the lab: the logits of one query, which one drags, and what
+// softmax and sigmoid make of them. The first name is a key of the head's own, of value zero.
 
 function makeToy(table, { names, low, high, values }) {
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
@@ -19,13 +19,13 @@ function makeToy(table, { names, low, high, values }) {
     return row;
   };
   // Narrow enough for a phone: names and titles wrap, sliders and bars are a share of the window.
-  const made = (tag, values) => Object.assign(document.createElement(tag), values);
-  const outputs = () => [0, 1, 2].map(() => made("output", {}));
+  const outputs = () => [0, 1, 2].map(() => make("output", {}));
 
   table.style.cssText = "color:inherit;font-size:14px;border-collapse:collapse";
-  addRow("", "logit", "", "softmax", "sigmoid", `softmax with ${names[0]}`).style.fontWeight = "bold";
-  const sliders = names.map((name) => made("input",
-    { type: "range", min: low, max: high, step: 0.5, ariaLabel: `logit of ${name}`, oninput: show }));
+  const titles = addRow("", "logit", "", "softmax", "sigmoid", `softmax with ${names[0]}`);
+  titles.style.fontWeight = "bold";
+  const sliders = names.map((name) => make("input", { type: "range", min: low, max: high, step: 0.5,
+    ariaLabel: `logit of ${name}`, oninput: show }));
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
   sliders.forEach((slider) => { slider.style.width = "min(120px, 15vw)"; });
   const spent = outputs(), lengths = outputs();
@@ -43,11 +43,12 @@ function makeToy(table, { names, low, high, values }) {
     rows.forEach((row, i) => {
       row.cells[2].textContent = logits[i].toFixed(1);
       columns.forEach((weights, column) => {
-        const color = i ? DATA.colors.other : DATA.colors.star, bar = made("span", {});
-        bar.style.cssText = `display:inline-block;height:12px;width:calc(${weights[i]} * min(80px, 7vw));background:${color}`;
+        const bar = make("span", {}), width = `calc(${weights[i]} * min(80px, 7vw))`;
+        const background = i ? DATA.colors.other : DATA.colors.star;
+        Object.assign(bar.style, { display: "inline-block", height: "12px", width, background });
         const isThere = i > 0 || column === 2; // only the last column has the key of its own
         row.cells[3 + column].style.whiteSpace = "nowrap";
-        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${weights[i].toFixed(2)}` : "");
+        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${weights[i].toFixed(2)}` : "–");
       });
     });
     columns.forEach((weights, column) => {

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
+from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
@@ -35,7 +36,7 @@ EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alph
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
-DIGITS = 3  # significant ones, of norms
+NORM_DIGITS = 3  # significant ones, of norms
 NOT_KEPT = ("interval", "skipped", "name")  # of a report
 
 
@@ -129,6 +130,8 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[
     adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
     if not linear:
         return [adamw]
+    from torch.optim import Muon  # of torch 2.9 and later
+
     # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.
     return [Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
 
@@ -163,6 +166,8 @@ class Run:
         device: torch.device,
         start: Record | None = None,
     ) -> None:
+        # `torch.__version__` compares as a version and not as letters.
+        require(torch.__version__ >= "2.11", "training needs torch 2.11 or later")
         self.config = config
         self.corpus = corpus
         self.device = device
@@ -351,8 +356,8 @@ def sinks(report: Report) -> Json:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
         ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = rounded(report.hidden_peaks[:, 0].tolist(), DIGITS)
-        numbers["value_ratio_1"] = rounded(ratios.tolist(), DIGITS)
+        numbers["peak_1"] = rounded(report.hidden_peaks[:, 0].tolist(), NORM_DIGITS)
+        numbers["value_ratio_1"] = rounded(ratios.tolist(), NORM_DIGITS)
     return numbers
 
 
@@ -367,7 +372,7 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         with run.autocast():
             by_position = gradient_norms(run.model, run.probe)
-        final["gradients"] = {"input": rounded(by_position, DIGITS)}
+        final["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
     return {
         "status": "failed" if reason else "done",
         "reason": reason,
@@ -385,5 +390,5 @@ def of_report(report: Report) -> Json:
         for eps in by_eps.keys() - set(map(str, EPSILONS)):
             del by_eps[eps]
     for name in numbers.keys() & set(BY_POSITION):
-        numbers[name] = rounded(numbers[name], DIGITS)
+        numbers[name] = rounded(numbers[name], NORM_DIGITS)
     return numbers

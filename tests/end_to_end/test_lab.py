@@ -202,7 +202,7 @@ def test_a_lone_surrogate_is_a_replacement_character():
 
 def test_the_page_is_made_of_its_sources():
     make_lab, page = runpy.run_path(str(LAB / "make_lab.py")), PAGE.read_text("utf-8")
-    assert make_lab["assemble"](make_lab["data_of"](page)) == page
+    assert make_lab["page_of"](make_lab["data_of"](page)) == page
     assert len(page.encode()) < 6_000_000
 
 

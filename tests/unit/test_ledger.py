@@ -466,7 +466,10 @@ def test_public_calls_say_what_is_wrong():
 def test_the_ledger_on_the_records():
     ledger = su.claims("laptop").set_index("id")
     assert ledger.loc["key_biases", "verdict"] == "reproduced"
-    assert su.verdict("key_biases") == "reproduced (6 of 6 checks)"
+    assert su.verdict("key_biases") == "reproduced (6 hold)"
+    assert su.verdict("activations_make_sinks") == "partly (1 holds, 2 fail, 6 open)"
+    assert su.verdict("bias_activations") == "inconclusive (2 hold, a premise is open)"
+    assert su.verdict("proposition_1") == "by mathematics"
     refuses("no claim 'nothing'", su.verdict, "nothing")
     assert ledger.loc["proposition_1", "verdict"] == "by mathematics"
     assert ledger.loc["random_first", "verdict"] == "not visible"

@@ -93,6 +93,7 @@ BROKEN = {
     "git-lfs": r"is cut, or a git-lfs pointer in place of it \(git lfs pull\)",
     "no config": "has no config.json",
     "tokenizer": "could not be loaded",
+    "newer": "was saved by a later transformers",
 }
 
 
@@ -131,6 +132,10 @@ def broken(way: str, folder: Path) -> None:
     if way == "shapes":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    if way == "newer":
+        config = json.loads((folder / "config.json").read_text())
+        config["transformers_version"] = "99.0.0"
+        (folder / "config.json").write_text(json.dumps(config))
     if way == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
 

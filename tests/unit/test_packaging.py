@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -19,7 +20,7 @@ from packaging.requirements import Requirement
 import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.data import embedded
-from sinkutils.paths import OPEN_LMS, ROOT
+from sinkutils.paths import OPEN_LMS, PAPER, ROOT
 from sinkutils.study import experiments
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -164,18 +165,31 @@ def test_each_number_of_ours_is_what_the_records_say():
     third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}
     natural = real["gemma-3-270m"]["probes"]["natural"]
     gemma = {name: kept["sink"]["1"]["0.3"] for name, kept in natural.items()}
+    gpu = su.runs("gpu").set_index("experiment")
+    any_token = gpu.loc["default_constant_lr_steps_13638"]
+    paper = pd.read_csv(PAPER / "pretraining.csv").drop_duplicates(["item", "experiment"])
+    paper = paper.set_index(["item", "experiment"])
+    key, base = paper.loc[("Table 4", "k_bias")], paper.loc[("Table 4", "base")]
+    sigmoid, normalised = (
+        paper.sink_1["Table 6", name] for name in ("sigmoid", "sigmoid_normalised")
+    )
     said = {
-        f"it becomes the sink in {mean.sink_star.k_bias:.1f} % of cases",
-        f"the first token keeps {mean.sink_1.k_bias:.1f} % ({mean.sink_1.fixed_1:.1f} % before)",
-        f"With sigmoid attention {mean.sink_1.sigmoid:.1f} % of the heads",
-        f"the same sigmoid, and {mean.sink_1.sigmoid_normalised:.1f} % do",
+        f"the key takes {key.sink_star:.1f} %, and the first token goes from {base.sink_1:.1f} % to none",
+        f"In the paper it is {sigmoid:.1f} % and {normalised:.1f} %",
+        f"any first token, in {any_token.sink_1:.0f} % of the pairs",
+        f"takes only {gpu.sink_star.k_bias:.0f} % there",
+        f"This key becomes the sink in {mean.sink_star.k_bias:.1f} % of the pairs",
+        f"The first token, which was the sink in {mean.sink_1.fixed_1:.1f} %, keeps none",
+        f"then {mean.sink_1.sigmoid:.1f} % of the pairs have a sink",
+        f"add up to one again, and {mean.sink_1.sigmoid_normalised:.1f} % have one",
         f"whatever comes first ({statistics.mean(third['smollm2']['first']):.2f} of its attention)",
-        f"Gemma on its BOS ({statistics.mean(third['gemma-3-270m']['bos']):.2f})",
-        f"{gemma['text']:.1f} % of Gemma's heads have a sink without it, and {gemma['BOS']:.1f} % with it",
+        f"looks at the BOS ({statistics.mean(third['gemma-3-270m']['bos']):.2f})",
+        f"{gemma['text']:.1f} % of Gemma's pairs have a sink, and {gemma['BOS']:.1f} % with it",
         f"{smol:.2f} % [",
     }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
+    assert mean.sink_1.k_bias == key.sink_1 == 0
 
 
 @pytest.mark.parametrize(

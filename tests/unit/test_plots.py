@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -142,6 +143,16 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     dots = [ax.collections[0].get_offsets()[:, 1] for ax in still.axes if ax.collections]
     assert [heights.tolist() for heights in dots] == [[0.5] * 6, [0] * 6]
     refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
+
+
+def test_the_steps_under_a_film_do_not_touch():
+    still = su.film({"a": np.zeros((2, 4, 4)), "b": np.zeros((2, 4, 4))}, [0, 12_000]).figure
+    with plt.rc_context(theme.STYLE):
+        theme.png(still)  # as a page shows it
+    labels = [label.get_window_extent() for label in still.axes[-1].get_xticklabels()]
+    shown = [box for box in labels if 0 <= box.x0 and box.x1 <= still.bbox.width]
+    letter = labels[1].width  # of the step 0
+    assert all(right.x0 - left.x1 > letter for left, right in itertools.pairwise(shown))
 
 
 def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_one(model, ids):
