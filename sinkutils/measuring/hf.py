@@ -141,27 +141,36 @@ class Capture:
         return lambda *args: function(*args) if _current.get() is self else None
 
     def hook(self, state: LeftAsFound) -> None:
-        """Watch the blocks' outputs and, outside the interface, attention weights."""
+        """Watch the blocks' inputs and outputs and, outside the interface, attention weights."""
+        first = self.blocks[0]
+        see = self.here(self._see_embedding)
+        kwargs_too = first._forward_pre_hooks_with_kwargs
+        state.hook(first._forward_pre_hooks, see, with_kwargs=kwargs_too)
         for layer, block in enumerate(self.blocks):
             state.hook(block._forward_hooks, self.here(partial(self._see_block, layer)))
         if self.legacy:
             for module in self.layers:
                 state.hook(module._forward_hooks, self.here(self._see_weights))
 
+    def _see_embedding(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.doing.looks:
+            hidden = self.hidden_states(kwargs.get("hidden_states"), args, kwargs)
+            self.doing.embedding(hidden)
+
     def _see_block(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:
         self.ran.add(layer)
         if self.doing.looks:
             self.doing.block(layer, self.hidden_states(output))
 
-    def hidden_states(self, output: Any) -> Tensor:
-        """The hidden states that a block returns, in any nesting, as (B, S, T, d) of S streams.
+    def hidden_states(self, *values: Any) -> Tensor:
+        """The hidden states that a block reads or returns, as (B, S, T, d) of S streams.
 
         Most families have one stream, (B, T, d); some have several, along an axis of their own or
-        side by side in the last one.
+        side by side in the last one. values: what a block takes or returns, in any nesting.
         """
         width = getattr(self.config.get_text_config(), "hidden_size", None) or self.table.shape[1]
         by_position = None
-        for x in tree_leaves(output):
+        for x in tree_leaves(values):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
             if x.ndim == 4 and x.shape[:2] == self.shape:  # (B, T, S, d)

@@ -32,8 +32,11 @@ class Pass:
     def weights(self, layer: int, weights: Tensor) -> None:
         """Take in the weights (B, H, T, T) that an attention module returns."""
 
+    def embedding(self, hidden: Tensor) -> None:
+        """Take in what the first block reads, (B, S, T, d), of S streams."""
+
     def block(self, layer: int, hidden: Tensor) -> None:
-        """Take in what a block returns, (B, S, T, d), of S streams."""
+        """Take in what a block returns, (B, S, T, d)."""
 
 
 class Measuring(Pass):
@@ -69,6 +72,9 @@ class Measuring(Pass):
 
     def weights(self, layer: int, weights: Tensor) -> None:
         self.tally.add_weights(layer, [weights])
+
+    def embedding(self, hidden: Tensor) -> None:
+        self.tally.add_norms("embedding", 0, hidden)
 
     def block(self, layer: int, hidden: Tensor) -> None:
         self.tally.add_hidden(layer, hidden)

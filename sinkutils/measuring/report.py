@@ -22,7 +22,9 @@ DRAWS = 2000  # of the bootstrap
 DIGITS = 5  # of the numbers in a summary
 # The attributes of a report that `to_dict` copies, and those of them that have a value a position.
 CONDITIONS = "name path bos samples skipped floor targets epsilons layers".split()
-BY_POSITION = ("hidden_norms before_norm_norms key_norms value_norms hidden_peaks").split()
+BY_POSITION = (
+    "embedding_norms hidden_norms before_norm_norms key_norms value_norms hidden_peaks"
+).split()
 
 
 class NotFinite(ValueError):
@@ -54,6 +56,7 @@ class Report:
     # (layers, positions): after rotary, mean over samples and heads
     key_norms: Tensor | None = None
     value_norms: Tensor | None = None
+    embedding_norms: Tensor | None = None  # (positions,): h^0
     # (blocks, positions): post-norm blocks before their last norm (Eq. 3)
     before_norm_norms: Tensor | None = None
     # (blocks, positions): largest |element| of h^l over the sequence's median one

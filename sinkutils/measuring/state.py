@@ -53,14 +53,18 @@ class LeftAsFound:
         self.steps.append(partial(_set_modes, modes))
         _set_modes([(module, False) for module, _ in modes])
 
-    def hook(self, hooks: Any, hook: Callable[..., Any]) -> None:
+    def hook(self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None) -> None:
         """Add a hook to those of a module, `module._forward_hooks` for instance.
 
         This is what `register_forward_hook` does, except that an interrupt cannot come between
-        the registration and the note of how to undo it.
+        the registration and the note of how to undo it. with_kwargs: the module's table of the
+        hooks that also take keyword arguments, if this one does.
         """
-        handle = RemovableHandle(hooks)
+        tables = () if with_kwargs is None else with_kwargs
+        handle = RemovableHandle(hooks, extra_dict=tables)
         self.steps.append(handle.remove)
+        if with_kwargs is not None:
+            with_kwargs[handle.id] = True
         hooks[handle.id] = hook
 
 

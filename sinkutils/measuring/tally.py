@@ -189,6 +189,8 @@ class Tally:
         for name, sums in self.sums.items():
             count = samples[:1] if name == "first_elements" else samples  # all have the first
             fields[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
+        if self.norms:  # the embedding was added as layer 0
+            fields["embedding_norms"] = fields["embedding_norms"][0]
         kept = {}
         for pair, weights in values["map"].items():
             kept[pair] = Kept(weights, values["queries"].get(pair), values["keys"].get(pair))
@@ -236,7 +238,7 @@ class OwnModel:
         self.model.hidden(ids.to(self.device), self)
 
     def embedding(self, hidden: Tensor) -> None:
-        """h^0 is not measured."""
+        self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
 
     def attention(
         self,

@@ -37,7 +37,7 @@ SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
 NORM_DIGITS = 3  # significant ones, of norms
-NOT_KEPT = ("interval", "skipped", "name")  # of a report
+NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # of a report
 
 
 class CrossEntropy(torch.autograd.Function):

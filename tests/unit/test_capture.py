@@ -31,6 +31,7 @@ def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family):
         output = model(ids, output_hidden_states=True, use_cache=True)
     report = measure(model, ids, batch_size=2)
     hidden = [h.norm(dim=-1).mean(dim=0) for h in (*output.hidden_states[:2], *seen[:1])]
+    close(report.embedding_norms, hidden[0])
     close(report.hidden_norms[0], hidden[1])
     if family == "llama":
         close(report.hidden_norms[-1], hidden[2])  # before the final norm
