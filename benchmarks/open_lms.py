@@ -43,7 +43,7 @@ STREAMS = ((128, 0), (127, 1), (124, 4))  # windows and kept first keys, one cac
 MASSIVE = 1000  # times the median dimension
 NUMBERS = ("sink", "interval", "alpha")
 NORMS = {
-    "natural": ("embedding_norms", "hidden_norms", "query_norms", "key_norms", "value_norms"),
+    "natural": ("embedding_norms", "hidden_norms", "key_norms", "value_norms"),
     "repeat": ("hidden_norms",),
 }
 DIGITS = {"rows": 3, "cosine": 2, "norm_product": 1}  # of the maps that are kept

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import textwrap
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -130,13 +128,11 @@ def list_command(options: argparse.Namespace) -> None:
     for record in Runs(options.runs).entries(options.preset):
         statuses[record.status] += 1
         seeds[record.experiment] += record.status in ("done", "failed")
-    width = shutil.get_terminal_size().columns
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
     for row in rows:
         known = "-" if row.name in refused else seeds[resolve(row.name, options.preset)]
-        line = f"{row.name:<26}{row.item:<17}{row.paper.get('sink_1', ''):>12}  {known:>5}  "
-        room = max(width, len(line) + 24)
-        print(textwrap.fill(line + row.title, room, subsequent_indent=" " * len(line)))
+        paper = row.paper.get("sink_1", "")
+        print(f"{row.name:<26}{row.item:<17}{paper:>12}  {known:>5}  {row.title}")
     print(f"seeds recorded at {options.preset}; -: not available there")
     for status in ("stale", "corrupt"):
         if statuses[status]:
@@ -156,7 +152,6 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
-    from sinkutils.training.group import joined
     from sinkutils.training.sweep import end_with_parent
     from sinkutils.training.trainer import train
 
@@ -165,10 +160,7 @@ def train_command(options: argparse.Namespace) -> None:
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    with joined(device) as group:
-        record = train(run, device=device, keep_weights=keep, group=group, **where)
-    if not group.first:  # of several processes that train one run, the first speaks
-        return
+    record = train(run, device=device, keep_weights=keep, **where)
     name = short_name(record.folder)
     if record.status == "failed":
         print(f"{name}: training failed ({record.reason}); this is recorded as the result")
@@ -195,7 +187,7 @@ def sweep_options(command: Parser) -> None:
         "--engine",
         dest="engine_name",
         default="local",
-        choices=("local", "slurm", "ray"),
+        choices=("local", "slurm"),
         help="where runs go (default: local)",
     )
     add("--dry-run", action="store_true", help="print what would run, and about how long it takes")
@@ -240,19 +232,14 @@ def claims_command(options: argparse.Namespace) -> None:
     from sinkutils.ledger.table import claims
 
     ledger = claims(options.preset, options.runs).fillna("")
-    width = shutil.get_terminal_size().columns
-
-    def show(line: str) -> None:
-        print(textwrap.fill(line, width, subsequent_indent=" " * 16))
-
     for row in ledger.to_dict("records"):
-        show(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
+        print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
         for name in ("paper", "ours", "remark"):
             if options.long and row[name]:
-                show(f"{'':<15} {name}: {row[name]}")
+                print(f"{'':<15} {name}: {row[name]}")
     counts = ledger.verdict.value_counts().sort_index()
     summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    show(f"{len(ledger)} claims at {options.preset}: {summary}")
+    print(f"{len(ledger)} claims at {options.preset}: {summary}")
 
 
 # --- models
@@ -386,7 +373,6 @@ def report_command(options: argparse.Namespace) -> None:
         write_synced(unfinished, page.encode())
         os.replace(unfinished, output)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise not_saved(str(output), error) from error
     print(f"written: {output}")
 

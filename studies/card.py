@@ -4,7 +4,7 @@
 
 PLAN has a line a run: preset, experiment, seed, and "weights" where these are to come back. Each finished record is
 added to FOLDER/files-<n>.tar at once (`card_out`), so that a kill loses what is unfinished.
-Runs that differ in seed or text alone are trained as one (`training.stacked`), at most --stack of them.
+Runs that differ in seed or text alone are trained as one (`stacked`), at most --stack of them.
 A line may set fields of the config, as trials do: "minute fixed_1 0 train.learning_rate=0.02"; such a run is no record
 of the study, and its last evaluation goes to FOLDER/results.jsonl as well. A line with "snapshots=0,200,1000" is no
 record either: the weights at these steps, in float16, come back as lab/<experiment>/<step>.safetensors.
@@ -21,12 +21,12 @@ from pathlib import Path
 
 import yaml
 from card_out import add
+from stacked import alike, train_stacked
 
 from sinkutils.data.corpus import verified
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.record import Record
-from sinkutils.training.stacked import alike, train_stacked
 from sinkutils.training.trainer import train
 
 RUNS = Path("/tmp/card-runs")  # outside of the tree; a second call on the machine finds them

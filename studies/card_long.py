@@ -28,7 +28,7 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.study import grid
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
+from sinkutils.training.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
 
 RUNS = Path("/tmp/card-long")
 PART_BYTES = 2**21  # of weights: small parts leave no large gap at the end of an archive
@@ -94,7 +94,7 @@ def main() -> int:
         run = Run(config, corpus, device)
         if forward is None and may_graph(run):
             run.graph = GraphedStep(run)
-        run.parts.append(how(run, forward is not None, run.graph is not None))
+        run.parts.append(conditions_of(run, forward is not None, run.graph is not None))
         run.evaluate([])
         report, curve = None, options.out / "curves.jsonl"
         while run.step < config.train.steps and time.monotonic() - began < options.seconds:

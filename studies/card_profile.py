@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from bench import seconds, show
+from stacked import Stack
 from torch.nn.attention import SDPBackend
 
 from sinkutils.checks import device as find_device
@@ -16,7 +17,6 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.study import grid
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run
-from sinkutils.training.stacked import Stack
 from sinkutils.training.trainer import reproducible
 
 preset, folder, *sizes = sys.argv[1:]

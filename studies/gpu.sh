@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The grid on one machine with GPUs, one run a GPU at a time, by estimate a minute or two each. Safe to stop.
-# On a cluster: ENGINE=slurm or ENGINE=ray, after pip install -e '.[slurm]' or '.[ray]'; JOBS: runs at a time.
+# On a cluster: ENGINE=slurm, after pip install -e '.[slurm]'; JOBS: runs at a time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 make .venv/.installed

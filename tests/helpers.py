@@ -15,11 +15,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sinkutils import LMConfig, TransformerLM
-from sinkutils.model import fast, flash
+from sinkutils.measuring import fused
+from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
@@ -167,7 +166,7 @@ def dense_shares(q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, An
         logits = torch.cat([star, logits], dim=-1)
         seen = torch.cat([torch.ones(q.shape[2], 1, dtype=torch.bool), seen], dim=-1)
     logits = (logits + spec.logit_bias).masked_fill(~seen, -math.inf)
-    size_of = SIZES.get(spec.similarity, SIMILARITIES[spec.similarity])
+    size_of = SIZES.get(spec.similarity) or SIMILARITIES[spec.similarity]
     sizes = size_of(logits).abs().masked_fill(~seen, 0)
     total = sizes.sum(dim=-1, keepdim=True)
     if spec.similarity == "softpick":  # negative ones count in the sum alone
@@ -230,13 +229,13 @@ WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
 
 def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
     """Make the kernel's log-sum-exp wrong."""
-    right = flash.fused
+    right = fused.fused
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
         out, lse = right(q, k, v, **kw)
         return out, WRONG[where](lse, k.shape[2])
 
-    patch.setattr(flash, "fused", wrong)
+    patch.setattr(fused, "fused", wrong)
 
 
 @contextmanager
@@ -253,19 +252,6 @@ def refuses(
     """The same of one call with this input."""
     with refused(message, kind):
         call(*given, **options)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation, forward or backward, makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        storages = [(x.untyped_storage(), x) for x in tree_leaves(result) if isinstance(x, Tensor)]
-        sizes = [storage.nbytes() // x.element_size() for storage, x in storages]
-        self.elements = max(self.elements, *sizes, 0)
-        return result
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Batches:
         return self.take(rows)
 
 
-@lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs take turns
+@lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs (studies) take turns
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, ORDER, epoch]).permutation(length)
 

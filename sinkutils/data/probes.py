@@ -15,7 +15,7 @@ from sinkutils.checks import instance, integer, require, short
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.tokenizer import bos_id, encode, marked_special
 
-PROBES = ("natural", "random", "repeat")
+PROBES = ("natural", "random", "repeat")  # a kind's place is part of its seed: append only
 SEQUENCES = 100
 CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
 

@@ -55,7 +55,7 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     rows = []
     for record, report, window in _done(preset, folder):
         found = by_block(report, window)
-        found.pop("before_norm_ratio", None)
+        found.pop("before_norm_ratio", None)  # of post-norm alone: for the ledger, not for a page
         for block, values in enumerate(pd.DataFrame(found).to_dict("records"), start=1):
             rows.append(_whose(record) | {"block": block} | values)
     return _frame(rows, *RUN, "block", "excess_1")

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sinkutils.model.flash import PositionMask
 from sinkutils.paths import LEDGER, read_yaml
 
 # An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
@@ -102,6 +101,18 @@ def shown(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def window_of(mask: Tensor) -> int | None:
+    """The window of a mask (.., T, T), booleans or added to the logits, if that is what it is."""
+    seen = shown(mask)
+    length = mask.shape[-1]
+    in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
+    width = int(in_any[-1].sum())  # keys that the last query sees
+    if width == length:
+        return None
+    band = torch.ones_like(in_any).tril().triu(1 - width)
+    return width if torch.equal(in_any, band) else None
+
+
 def widened(value: Any) -> Any:
     """A tensor of floats in float64; anything else as it is."""
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -117,7 +128,7 @@ class Call(NamedTuple):
     k: Tensor  # (B, H or fewer, T, D), as v; T and more with a cache in front
     v: Tensor
     # A tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
-    mask: Tensor | PositionMask | None
+    mask: Tensor | None
     kwargs: dict[str, Any]
     eager: Function  # the family's reference attention, of the module's own file
     hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
@@ -136,13 +147,6 @@ class Call(NamedTuple):
             mask=widened(self.mask),
             kwargs={name: widened(value) for name, value in self.kwargs.items()},
         )
-
-    @property
-    def kind(self) -> str:
-        """The kind of mask: a kernel is proved right under each."""
-        if self.mask is None:
-            return "causal"
-        return "mask" if isinstance(self.mask, Tensor) else "window"
 
     @property
     def size(self) -> float:
@@ -172,12 +176,10 @@ class Call(NamedTuple):
 
     def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
-        if isinstance(self.mask, Tensor):
+        if self.mask is not None:
             mask = self.mask[: len(self.q), :, rows][..., columns]
-        elif self.mask is None:  # causal: keys in front of the text are seen by all
+        else:  # causal: keys in front of the text are seen by all
             mask = rows[:, None] + (self.k.shape[2] - self.q.shape[2]) >= columns
-        else:
-            mask = self.mask.seen(rows, columns)
         if self.hidden is None:
             return mask
         lowest = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
@@ -204,24 +206,6 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         sums = weights.float().sum(dim=-1)
         if (sums - 1).abs().max() < 1e-3:
             weights = _scaled_by_sink(part, mask, sink, out, weights)
-    return out, weights
-
-
-def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Output (B, T, H, D) and weights (B, H, T, T) of a function that somebody registered.
-
-    Raises ValueError where it returns no weights, or other ones than its output is made of.
-    """
-    out, weights = function(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
-    wanted = (
-        f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) "
-        "beside the output"
-    )
-    shape = (*call.q.shape[:3], call.k.shape[2])
-    if not isinstance(weights, Tensor) or weights.shape != shape:
-        raise ValueError(f"{wanted}, or choose eager or sdpa")
-    if not _is_product(out, weights, call):
-        raise ValueError(f"{wanted}, and its output is not these weights times the values")
     return out, weights
 
 

@@ -1,16 +1,22 @@
-"""Alpha without attention maps: a kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of a key."""
+"""Alpha without attention maps: a kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of a key.
+
+PyTorch's ops that return the log-sum-exp are private: one can change or be missing, and one
+backend's is in base 2 (pytorch #181645). `proves_right` compares a kernel's first numbers with
+exact rows.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, repeat_heads
-from sinkutils.model import flash
 
+ROWS = 512  # queries a call where there is a mask
 CHECK_ROWS = 32  # queries, after each chosen key and all over the text, that are proved right
 MOST_KEYS = 64  # chosen keys, beyond which whole rows are cheaper
 # Keyword arguments that change nothing, that `fused_call` takes into account, or (of the keys that
@@ -46,9 +52,9 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
     keys, values = repeat_heads(call.k, heads), repeat_heads(call.v, heads)
     # out: (B, H, T, D). lse: (B, H, T), the logarithm of each row's sum of exp(logits).
     if call.mask is None:
-        out, lse = flash.fused(q, keys, values, scale=call.scale)
+        out, lse = fused(q, keys, values, scale=call.scale)
     else:
-        out, lse = flash.fused_rows(q, keys, values, call.mask, call.scale)
+        out, lse = fused_rows(q, keys, values, call.mask, call.scale)
     logits = q.float() @ keys[:, :, columns].float().mT * call.scale  # (B, H, T, K)
     mask = call.mask_of(call.rows, columns)  # (.., T, K)
     if mask.dtype != torch.bool:
@@ -64,6 +70,74 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
     shares = torch.exp(logits - lse[..., None])
     shares = shares.masked_fill(~families.shown(mask), 0)
     return Fused(out.transpose(1, 2).contiguous(), shares, star)
+
+
+def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+    """Which of PyTorch's kernels `fused` calls, by name. Raises RuntimeError where none fits."""
+    if device == "cpu":
+        return "_scaled_dot_product_flash_attention_for_cpu"
+    if device != "cuda" or dtype == torch.float64:
+        raise RuntimeError(f"there is no fused kernel for {dtype} on {device}")
+    if dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not masked:
+        return "_scaled_dot_product_flash_attention"
+    return "_scaled_dot_product_efficient_attention"
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, D) and natural log-sum-exp (B, H, T) of softmax attention.
+
+    q: (B, H, T, D), k and v: (B, H, S, D). mask: added to the logits, or True where a key is seen;
+    None is causal. scale: of the logits, 1/sqrt(D) unless given. Raises RuntimeError if no kernel
+    fits, and what a missing op raises.
+    """
+    causal = mask is None
+    name = kernel_for(q.device.type, q.dtype, q.shape[-1], not causal)
+    op = getattr(torch.ops.aten, name)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    if q.device.type == "cpu":
+        # Called by its private name the op takes the last dimension for contiguous, and is wrong
+        # where it is not.
+        q, k, v = map(_last_contiguous, (q, k, v))
+        out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    elif name == "_scaled_dot_product_flash_attention":
+        out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
+    else:
+        if mask is not None:  # the kernel wants rows that start at multiples of 16 elements
+            keys = mask.shape[-1]
+            padded = F.pad(mask.to(q.dtype), (0, -keys % 16))
+            mask = padded[..., :keys].expand(*q.shape[:3], k.shape[2])
+        out, lse, *_ = op(q, k, v, mask, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]  # some pad their rows
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def fused_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fused` under a mask that broadcasts to (B, H, T, T), `ROWS` queries at a time.
+
+    Of booleans only the keys that these queries see are read: a window is cheaper than a whole row.
+    """
+    outs, masses = [], []
+    for start in range(0, q.shape[2], ROWS):
+        rows = slice(start, start + ROWS)
+        keys = slice(None)
+        seen = mask[..., rows, :]
+        if mask.dtype == torch.bool:
+            columns = seen.flatten(0, -2).any(dim=0).nonzero()[:, 0]
+            keys = slice(columns[0], columns[-1] + 1)
+        out, lse = fused(
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen[..., keys], scale=scale
+        )
+        outs.append(out)
+        masses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
 
 
 def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:

@@ -6,7 +6,6 @@ pass that runs is for (`passes`):
 - fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; in every module
   it is compared with the exact path, on rows that see those keys, before it is trusted
 - exact: the family's own eager function on chunks of queries, whose weights are reduced and dropped
-- registered: an attention function that somebody else registered, where it returns its weights
 
 Families outside that interface are measured by hooks on the weights that their eager attention
 returns.
@@ -25,11 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from sinkutils.checks import require
-from sinkutils.measuring import families, masks, older, refusals
+from sinkutils.measuring import families, older, refusals
 from sinkutils.measuring.families import Call, Function
-from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Measuring, Pass
+from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Pass
 from sinkutils.measuring.state import LeftAsFound
 from sinkutils.measuring.wrappers import handed_over
 
@@ -82,17 +82,13 @@ def _function(self: AttentionInterface, attn_implementation: str, default: Funct
 
 def _mask(self: AttentionMaskInterface, key: str) -> Function:
     """In place of `AttentionMaskInterface[..]`: the masks of an attention function."""
-    function: Function = _get_mask(self, key)
     watched = _current.get()
     if watched is None or watched.doing.as_named or watched.legacy:
-        return function
-    # A function that somebody registered is to get the masks that were registered with it.
-    attention = AttentionInterface._global_mapping.get(key)
-    if attention is not None and not families.is_of_transformers(attention):
+        function: Function = _get_mask(self, key)
         return function
     # A decoder whose modules do not call themselves causal needs to be told by a mask.
     options = {"allow_is_causal_skip": False} if watched.needs_mask else {}
-    return lambda **kwargs: masks.mask(**kwargs | options)
+    return lambda **kwargs: sdpa_mask(**kwargs | options)
 
 
 class Capture:
@@ -121,19 +117,17 @@ class Capture:
         self.ran: set[int] = set()  # the blocks that ran in it
         self.shape: tuple[int, ...] = ()  # of its ids
         self.named: set[str] = set()  # the attention functions that the model names
-        self.registered = ""  # the one of them that is none of transformers', if there is
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
-        self.chunked = False  # windows do not slide
+        self.mask: Tensor | None = None  # the last one, and its window
+        self.window: int | None = None
 
     @property
     def path(self) -> str:
         """How alpha was computed."""
         if self.legacy:
             return "eager weights"
-        if self.registered:
-            return f"registered: {self.registered}"
-        # A module may meet several kinds of mask: it is trusted if all of them proved right.
-        proved: dict[tuple[nn.Module, str], bool] = getattr(self.doing, "proved", {})
+        # A module may run with a mask and without: it is trusted if both proved right.
+        proved: dict[tuple[nn.Module, bool], bool] = getattr(self.doing, "proved", {})
         wrong = {module for (module, _), right in proved.items() if not right}
         fused = len({module for module, _ in proved} - wrong)
         if fused == len(self.calls):
@@ -205,7 +199,7 @@ class Capture:
         if len(maps) != 1:
             return output  # `finish` will miss this module
         self.calls[module] += 1
-        self._note_window(self.layers[module], maps[0] > 0, length)
+        self._note_window(self.layers[module], maps[0] > 0)
         self.doing.weights(self.layers[module], maps[0])
         if not isinstance(output, tuple | list):
             return output
@@ -231,8 +225,7 @@ class Capture:
         eager: its family's. query: (B, H, T, D), key and value: (B, H or fewer, T, D),
         attention_mask: (B, 1, T, T).
         """
-        mask = masks.by_position(attention_mask, self.kind)
-        call = Call(module, query, key, value, mask, kwargs, eager)
+        call = Call(module, query, key, value, attention_mask, kwargs, eager)
         if module not in self.modules:  # of another model, whose mask was made for ours
             return families.chunk(call, call.rows)[0], None
         length = query.shape[2]
@@ -247,31 +240,24 @@ class Capture:
         self.named.add(name)
         layer = self.layers[module]
         # transformers' own functions compute what the eager one does (`check` looks). Somebody
-        # else's may compute anything: it is run as it is, and has to show its weights.
+        # else's may compute anything.
         if function is not eager and not families.is_of_transformers(function):
-            self.registered = name
-            return self._registered(call, function, name, layer), None
+            raise ValueError(
+                f"{self.kind} has an attention {name!r} that is none of transformers': measure it "
+                "after model.set_attn_implementation('eager')"
+            )
         refusals.check_call(call, name, self.kind)
-        self._note_window(layer, mask, length)
+        self._note_window(layer, attention_mask)
         return self.doing.attention(call, layer), None
 
-    def _registered(self, call: Call, function: Function, name: str, layer: int) -> Tensor:
-        """The output of a function that somebody registered, as it is."""
-        if isinstance(self.doing, Measuring):
-            self.doing.tally.add_qkv(layer, call.q, call.k, call.v)
-        out, weights = families.by_registered(call, function, name)
-        self.doing.weights(layer, weights)
-        return out
-
-    def _note_window(self, layer: int, mask: Any, length: int) -> None:
-        """Keep what a mask, (.., T, T) or of positions, says of a window."""
-        if isinstance(mask, masks.WindowMask) and mask.window < length:
-            self.windows[layer] = mask.window
-            self.chunked |= mask.chunked
-        elif isinstance(mask, Tensor) and not self.doing.front:
-            window = masks.window_of(mask)
-            if window:
-                self.windows[layer] = window
+    def _note_window(self, layer: int, mask: Tensor | None) -> None:
+        """Keep what a mask, (.., T, T), says of a window."""
+        if mask is None or self.doing.front:
+            return
+        if mask is not self.mask:  # of several layers it is one
+            self.mask, self.window = mask, families.window_of(mask)
+        if self.window:
+            self.windows[layer] = self.window
 
     # --- passes
 

@@ -59,7 +59,7 @@ class Measuring(Pass):
         self.hidden = hidden  # (T, T): the keys j that queries i do not see
         self.front = front
         self.looks = tally.norms
-        self.proved: dict[tuple[nn.Module, str], bool] = {}  # by module and kind of mask
+        self.proved: dict[tuple[nn.Module, bool], bool] = {}  # by module, with a mask or without
 
     def attention(self, call: Call, layer: int) -> Tensor:
         call = call._replace(hidden=self.hidden)
@@ -84,21 +84,21 @@ class Measuring(Pass):
         q, columns = call.q, self.tally.columns(call.q.device)
         if self.exact or self.tally.heads_of(layer, q.shape[1]) or not can_serve(call, columns):
             return None
-        # A kernel is tried once in each module and under each kind of mask: its numbers may be
-        # others than they were, and something may be done to logits that no kernel knows of.
-        place = (call.module, call.kind)
-        if self.proved.get(place) is False:
+        # A kernel is tried once in each module, with a mask and without: its numbers may be others
+        # than they were, and something may be done to logits that no kernel knows of.
+        case = (call.module, call.mask is not None)
+        if self.proved.get(case) is False:
             return None
         try:
             result = fused_call(call, columns)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, RuntimeError):  # none in this build, or for this device or dtype
-            self.proved[place] = False
+            self.proved[case] = False
             return None
-        if place not in self.proved:
-            self.proved[place] = proves_right(call, result, columns)
-        if not self.proved[place]:
+        if case not in self.proved:
+            self.proved[case] = proves_right(call, result, columns)
+        if not self.proved[case]:
             return None
         self.tally.add_shares(layer, result.shares)
         if result.star is not None:

@@ -115,6 +115,11 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
     Where positions are not looked up but computed, more than the model was made for is a warning.
     """
     config = model.config.get_text_config()
+    chunk = getattr(config, "attention_chunk_size", None) or length
+    require(
+        length <= chunk,
+        f"{type(model).__name__} attends within chunks of {chunk} tokens: ids have {length}",
+    )
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or length <= limit:
         return

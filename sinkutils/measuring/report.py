@@ -23,7 +23,7 @@ DIGITS = 5  # of the numbers in a summary
 # The attributes of a report that `to_dict` copies, and those of them that have a value a position.
 CONDITIONS = "name path bos samples skipped floor targets epsilons layers".split()
 BY_POSITION = (
-    "embedding_norms hidden_norms before_norm_norms query_norms key_norms value_norms hidden_peaks"
+    "embedding_norms hidden_norms before_norm_norms key_norms value_norms hidden_peaks"
 ).split()
 
 
@@ -56,7 +56,6 @@ class Report:
     # (layers, positions): after rotary, mean over samples and heads
     key_norms: Tensor | None = None
     value_norms: Tensor | None = None
-    query_norms: Tensor | None = None
     embedding_norms: Tensor | None = None  # (positions,): h^0
     # (blocks, positions): post-norm blocks before their last norm (Eq. 3)
     before_norm_norms: Tensor | None = None
@@ -71,8 +70,6 @@ class Report:
     path: str = ""  # how alpha was computed
     # By attention layer, if any has one: keys that a query sees; None: all
     windows: tuple[int | None, ...] = ()
-    # Windows that do not slide: position k is in the window of its own chunk only (Llama 4)
-    chunked: bool = False
     digest: str = ""  # of the token ids: whether two reports are of the same texts
 
     @property
@@ -137,11 +134,11 @@ class Report:
         return self._by_layer(seeing_share, k).mean(dim=0).tolist()
 
     def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
-        """function(T, k, window, chunked) of each sample and layer, (samples, layers)."""
+        """function(T, k, window) of each sample and layer, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
         rows = []
         for length in self.lengths.tolist():
-            rows.append([function(length, k, window, self.chunked) for window in windows])
+            rows.append([function(length, k, window) for window in windows])
         return torch.tensor(rows, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
@@ -171,7 +168,7 @@ class Report:
             result["alpha_star"] = self.star.mean(dim=0)
             result["sink_star"] = result["sink"].pop("star")
         if self.windows:
-            result["windows"], result["chunked"] = self.windows, self.chunked
+            result["windows"] = self.windows
             result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         for name in BY_POSITION:
             if getattr(self, name) is not None:
@@ -275,13 +272,9 @@ def _plain(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def seeing_share(length: int, k: int, window: int | None, chunked: bool) -> float:
-    """The share of the queries k..T that see key k, through a window or within its chunk."""
-    if window is None:
-        return 1.0
-    # How many queries, k itself among them, see k before it leaves the window or its chunk ends.
-    until = window - (k - 1) % window if chunked else window
-    return min(1.0, until / (length - k + 1))
+def seeing_share(length: int, k: int, window: int | None) -> float:
+    """The share of the queries k..T that see key k, through a window."""
+    return 1.0 if window is None else min(1.0, window / (length - k + 1))
 
 
 @lru_cache(maxsize=4096)
@@ -289,7 +282,6 @@ def uniform_alpha(
     length: int,
     k: int | str = 1,
     window: int | None = None,
-    chunked: bool = False,
     own_keys: int = 0,
 ) -> float:
     """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric.
@@ -302,7 +294,7 @@ def uniform_alpha(
     queries = np.arange(first, length + 1)
     keys = queries  # how many keys each query sees
     if window is not None:
-        keys = (queries - 1) % window + 1 if chunked else np.minimum(queries, window)
+        keys = np.minimum(queries, window)
     sees = (queries - keys < first) | star  # whether k is not behind the query's window
     return float(np.mean(sees / (keys + (own_keys or star))))
 

@@ -272,7 +272,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
         if isinstance(source, OwnModel):
             yield source
             return
-        if source.legacy or source.registered:
+        if source.legacy:
             raise ValueError(
                 f"{source.kind} has attention outside transformers' interface: "
                 "surgery works on eager and sdpa only"

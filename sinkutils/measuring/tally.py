@@ -96,15 +96,15 @@ class Tally:
         return F.pad(values, (0, self.length - values.shape[-1]) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add norms of q (B, H, T, D), k and v (H heads or fewer); keep q, k of chosen heads."""
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            self.add_norms(name, layer, x)
+        """Add norms of k and v (B, H or fewer, T, D); keep q (B, H, T, D) and k of chosen heads."""
+        self.add_norms("key", layer, k)
+        self.add_norms("value", layer, v)
         for head in self.heads_of(layer, q.shape[1]):
             # A key's head is found by its group, as in GQA H query heads share fewer keys.
             group = q.shape[1] // k.shape[1]  # query heads that share a key
             for name, x in (("queries", q[:, head]), ("keys", k[:, head // group])):
-                whole = self._padded(x.float().mT).mT  # (B, longest, D)
-                self.values[name][layer, head].append(whole.cpu())
+                padded = self._padded(x.float().mT).mT  # (B, longest, D)
+                self.values[name][layer, head].append(padded.cpu())
 
     def add_weights(
         self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
@@ -127,9 +127,9 @@ class Tally:
             self.add_star(layer, 1 - torch.cat(sums, dim=2))
         chosen = self.heads_of(layer, shares[0].shape[1])
         if chosen:
-            whole = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
+            padded = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
             for index, head in enumerate(chosen):
-                self.values["map"][layer, head].append(whole[:, index].cpu())
+                self.values["map"][layer, head].append(padded[:, index].cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
         """Add alpha from the targets' A_ik, (B, H, T, K)."""
@@ -176,7 +176,7 @@ class Tally:
             f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
         alpha = torch.stack([*alphas.values()], dim=-2)  # (samples, targets, layers, heads)
-        fields: dict[str, Any] = {"path": source.path, "chunked": source.chunked}
+        fields: dict[str, Any] = {"path": source.path}
         if "star" in values:
             # Some models have sink logits in some layers only: in the others they take nothing.
             nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
@@ -214,7 +214,7 @@ class Edit:
 class OwnModel:
     """Adds to a tally what a `TransformerLM` shows while it runs, a map at a time."""
 
-    path, chunked = "dense", False
+    path = "dense"
     tokens_a_batch = 2**27  # as many as one likes: no logits are computed
     edit: Edit | None = None
 

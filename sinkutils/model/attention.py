@@ -39,8 +39,6 @@ SIMILARITIES: dict[str, Map] = {
     "elu": elu_plus_one,
     "linear": lambda s: s,  # the one that can be negative
     "relu": torch.relu,
-    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
-    "softpick": lambda s: torch.expm1(s).relu(),
 }
 # log f without overflow, of every f that is positive
 LOGARITHMS = {
@@ -53,7 +51,8 @@ LOGARITHMS = {
 # phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
 OPERATION_CHOICES = {
-    "similarity": tuple(SIMILARITIES),
+    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
+    "similarity": (*SIMILARITIES, "softpick"),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
     "bias": ("none", "kv", "k", "v"),
@@ -118,11 +117,11 @@ class AttentionSpec:
         real("scale", self.scale, "positive and finite", more=True)
         checks.fields(self, logit_bias=-torch.inf)
         for name, other, values in NEEDS:
-            given = getattr(self, name)
+            value = getattr(self, name)
             default = getattr(AttentionSpec, name)
-            if given != default and getattr(self, other) not in values:
+            if value != default and getattr(self, other) not in values:
                 wanted = " or ".join(map(repr, values))
-                raise ValueError(f"{name}={given!r} needs {other} to be {wanted}")
+                raise ValueError(f"{name}={value!r} needs {other} to be {wanted}")
         special = (self.sink_logit != "none") + self.differential
         if special and (special > 1 or not self.is_softmax or self.bias != "none"):
             raise ValueError(
@@ -252,12 +251,12 @@ def operate(
         return tuple(results)
     # Whatever else a form returns, weights for one, is passed on.
     q, k, v = prepared(q, k, v, spec, extras)
-    out, *more = form(q, k, v, spec, extras.distance_bias)
+    out, *others = form(q, k, v, spec, extras.distance_bias)
     if spec.sink_logit != "none":
         out = out[..., :-1]  # without the dimension that `prepared` added
     if spec.bias == "v":
         out = out + extras.value_bias[:, None]  # type: ignore[index]
-    return out, *more
+    return out, *others
 
 
 def prepared(
@@ -346,8 +345,8 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         sim = sim.masked_fill(~seen, 0)
         total = sim.abs().sum(-1, keepdim=True)
         return spec.scale * divide(sim.relu(), total)
-    sim, one = in_range(logits, spec)
-    return spec.scale * divide(sim, normalizer(sim, seen, spec, one))
+    sim, unit = in_range(logits, spec)
+    return spec.scale * divide(sim, normalizer(sim, seen, spec, unit))
 
 
 def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -372,7 +371,9 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
     return (logs - peak).exp(), (-peak).exp()
 
 
-def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | None) -> Tensor | None:
+def normalizer(
+    sim: Tensor, seen: Tensor, spec: AttentionSpec, unit: Tensor | None
+) -> Tensor | None:
     """Z_i (Section 7.4, Eq. 43) from what `in_range` returns: (..., R, 1), or None for Z = 1."""
     if spec.normalizer == "none":
         return None
@@ -383,8 +384,8 @@ def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | Non
         total = _power(sim, spec.p).sum(-1, keepdim=True)
         return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
-    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `one` is 1 in the row's scale
-        return total.abs().clamp(min=one)
+    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `unit`: 1 in the row's scale
+        return total.abs().clamp(min=unit)
     return total
 
 

@@ -483,14 +483,14 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         return
     longest = config.context_length
     last = config.vocab_size - 1
-    good = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
-    good = good and len(ids) > 0 and 1 <= ids.shape[1] <= longest
+    valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
+    valid = valid and len(ids) > 0 and 1 <= ids.shape[1] <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
     # itself refuses bad ids.
-    if good and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
+    if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
         low, high = ids.aminmax()
-        good = bool(low >= 0) and bool(high <= last)
-    if not good:
+        valid = bool(low >= 0) and bool(high <= last)
+    if not valid:
         raise ValueError(
             f"ids must be a tensor of shape (B, T), int64 or int32, with 1 to {longest} positions "
             f"and values in 0..{last}, got {getattr(ids, 'shape', short(ids))}"

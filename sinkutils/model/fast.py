@@ -112,6 +112,6 @@ def _few_passes(
     if spec.similarity == "softpick":
         weights = attention.normalise(logits, ~hidden, spec) / spec.scale  # which the caller has
         return weights.to(v.dtype) @ v
-    similarity, one = attention.in_range(logits, spec)
-    total = attention.normalizer(similarity, ~hidden, spec, one)
+    similarity, unit = attention.in_range(logits, spec)
+    total = attention.normalizer(similarity, ~hidden, spec, unit)
     return divide(similarity @ v, total)

@@ -1,13 +1,12 @@
-"""One page about a model: its sink on several inputs, head by head, beside models we know."""
+"""One page about a model: its sink on several inputs, head by head, beside other models."""
 
 from __future__ import annotations
 
-import hashlib
 import html
 import io
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -28,8 +27,7 @@ from sinkutils.data.tokenizer import bos_id, encode
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import adds_bos
-from sinkutils.measuring.report import Report, excess, norm_ratio
-from sinkutils.paths import OPEN_LMS
+from sinkutils.measuring.report import Report, norm_ratio
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE
 
@@ -82,7 +80,6 @@ def report_model(
         ids = torch.tensor(start + encode(tokenizer, texts[0] if texts else SAMPLE))
     facts = {
         "model": f"{type(model).__name__}, {size:,} parameters, {next(model.parameters()).dtype}",
-        "weights": f"SHA-256 {_hash_of_weights(model)}",
         "inputs": f"{main.samples} texts of {length} tokens; the numbers on top are of {title}",
         "natural text": source,
         "token ids": f"SHA-256 {main.digest} ({title})",
@@ -140,7 +137,7 @@ def report_page(
             heads=_svg(heads, "Every head's attention to the first token"),
             maps=maps,
             norms=_norms(main),
-            models=_table(models | _references(models)),
+            models=_table(models),
             facts=_table({key: {"": value} for key, value in facts.items()}),
             # "</script>" in a name would end the element that holds the numbers.
             json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
@@ -184,16 +181,6 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
     return inputs
 
 
-def _hash_of_weights(model: nn.Module) -> str:
-    """SHA-256 over names and bytes, the first 16 digits, without weights that are offloaded."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        if type(weight.data) is Tensor and not weight.is_meta:
-            digest.update(name.encode())
-            digest.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
     """Maps of the heads with the most attention to the first token, the least, and two between."""
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
@@ -216,50 +203,20 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
 
 
 def _row(report: Report) -> dict[str, str]:
-    """The numbers of one model."""
+    """The numbers of one model. Of a hybrid model the first block with attention may be the third."""
     first, *later = report.excess_by_layer()
-    row = _shares(report.sink(1, EPS), report.interval(1, EPS), first, later, 1 + report.layers[0])
+    low, high = report.interval(1, EPS)
+    row = {
+        "Sink₁": f"{report.sink(1, EPS):.1f} %",
+        "95 % interval": f"{low:.1f} to {high:.1f}",
+        f"excess in block {1 + report.layers[0]}": f"{first:z.2f}",
+        "excess in later blocks": f"{np.mean(later):z.2f}" if later else ABSENT,
+    }
     if report.star is not None:  # of a learned sink, a key of its own or a sink token
         row["Sink*"] = f"{report.sink_star(EPS):.1f} %"
     if report.hidden_peaks is not None:
         row["element of h₁ / median, largest"] = f"{report.hidden_peaks[:, 0].max():,.0f}"
     return row
-
-
-def _shares(
-    sink: float, interval: Sequence[float], first: float, later: Sequence[float], block: int
-) -> dict[str, str]:
-    """The columns of attention to the first token.
-
-    block: the first that has attention, the third of a hybrid model for instance.
-    """
-    low, high = interval
-    return {
-        "Sink₁": f"{sink:.1f} %",
-        "95 % interval": f"{low:.1f} to {high:.1f}",
-        f"excess in block {block}": f"{first:z.2f}",
-        "excess in later blocks": f"{np.mean(later):z.2f}" if later else ABSENT,
-    }
-
-
-def _references(shown: Iterable[str]) -> dict[str, dict[str, str]]:
-    """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout.
-
-    Not those that the page shows, by their short name or their hub id.
-    """
-    names = {name.lower() for name in shown}
-    rows = {}
-    for path in sorted(OPEN_LMS.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        about = record["about"]
-        if not names.isdisjoint((about["model"], about["hub_id"].lower())):
-            continue
-        report = record["probes"]["natural"]["BOS" if about["trained_with_bos"] else "text"]
-        alpha = np.array(report["alpha"][0])  # (layers, heads), of the first token
-        first, *later = excess(alpha, report["floor"]).mean(axis=1).tolist()
-        sink, interval = report["sink"]["1"]["0.3"], report["interval"]["1"]["0.3"]
-        rows[f"{about['title']} (reference)"] = _shares(sink, interval, first, later, 1)
-    return rows
 
 
 def _table(rows: Mapping[str, Mapping[str, str]]) -> str:

@@ -72,21 +72,21 @@ def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
     of = value.get("of")
     context = run.model.context_length
     share = float(Fraction(value["times"]))
-    whole: Any  # an int or a float, as the field
+    reference: Any  # an int or a float, as the field
     if of == "context":
-        whole = context
+        reference = context
     elif of == "head_dim":
-        whole = run.model.head_dim
+        reference = run.model.head_dim
     elif of == "step_tokens":  # by a context: the batch size that has as many tokens as the base's
-        whole = old * context
+        reference = old * context
     elif of == "four_epochs":
-        whole = scale.four_epochs
+        reference = scale.four_epochs
     elif of == "minus_log_context":
-        whole = -math.log(context)
+        reference = -math.log(context)
     else:
-        whole = old
-    result = share * whole
-    if isinstance(whole, int):
+        reference = old
+    result = share * reference
+    if isinstance(reference, int):
         result = max(1, int(result + 0.5))
     return min(result, old) if of == "context" and old else result
 

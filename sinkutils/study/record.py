@@ -207,10 +207,10 @@ def upgrade(config: Json) -> Json:
 
     A field that has gone since, `bos`, was always False.
     """
-    whole = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
-    if whole["data"].get("bos") is False:
-        del whole["data"]["bos"]
-    return whole
+    upgraded = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
+    if upgraded["data"].get("bos") is False:
+        del upgraded["data"]["bos"]
+    return upgraded
 
 
 @lru_cache
@@ -223,11 +223,11 @@ def _defaults(kind: type[RunConfig]) -> Json:
 
 
 def _filled(values: Json, defaults: Json) -> Json:
-    whole = defaults | values
+    filled = defaults | values
     for name, default in defaults.items():
         if isinstance(default, dict):
-            whole[name] = _filled(whole[name], default)
-    return whole
+            filled[name] = _filled(filled[name], default)
+    return filled
 
 
 def config_hash(config: RunConfig) -> str:
@@ -381,13 +381,11 @@ def remove(folder: Path, files: Collection[str]) -> None:
         folder.rmdir()
 
 
-def rounded(value: Any) -> Any:
-    """What JSON makes of a value, with every float to five significant digits."""
-
-    def five_digits(digits: str) -> float:
-        return float(f"{float(digits):.5g}")
-
-    return json.loads(json.dumps(value), parse_float=five_digits)
+def rounded(value: Any, digits: int = 5) -> Any:
+    """What JSON makes of a value, with every float to so many significant digits."""
+    return json.loads(
+        json.dumps(value), parse_float=lambda written: float(f"{float(written):.{digits}g}")
+    )
 
 
 def versions() -> Json:

@@ -8,23 +8,22 @@ rate) has to be written into tensors of fixed address.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sinkutils.training.run import Run
-    from sinkutils.training.stacked import Stack
 
 # Steps before the recording: they make the optimiser's state and the libraries' workspaces.
 WARM_UP = 3
 
 
 class GraphedStep:
-    """`run.update` by a graph. To be made after a checkpoint was loaded, which sets the rates."""
+    """`run.update` by a graph. To be made after a checkpoint was loaded, which sets the rates.
 
-    def __init__(self, run: Run | Stack) -> None:
+    run: a `Run`, or whatever has its update, optimizers and device.
+    """
+
+    def __init__(self, run: Any) -> None:
         self.run = run
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None

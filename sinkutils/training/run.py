@@ -25,18 +25,19 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
-from sinkutils.study.record import Record
+from sinkutils.study.record import Record, rounded
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import ALONE, Group
 
 AHEAD = 16  # steps whose batches go to the device together
 ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
+VALID_BATCH = 32  # chunks of the validation text a forward pass
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
-NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report
+NORM_DIGITS = 3  # significant ones, of norms
+NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # of a report
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -163,7 +164,6 @@ class Run:
         config: RunConfig,
         corpus: Corpus,
         device: torch.device,
-        group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
         # `torch.__version__` compares as a version and not as letters.
@@ -171,16 +171,14 @@ class Run:
         self.config = config
         self.corpus = corpus
         self.device = device
-        self.group = group
         self.start = start
+        # `first_model` and `batches` of a FinetuneRun, below, replace these three.
         self.tokenizer = corpus.tokenizer
         self.fingerprint = corpus.fingerprint
-        self.more: Json = {}  # that the record's provenance says
+        self.more: Json = {}  # what else the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
-        # The model itself, or what DDP puts around it.
-        self.trained = group.wrap(self.model)
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), train)
         self.chunks, valid = self.batches()
         # The batches of this step and the next ones, on the device.
@@ -217,8 +215,7 @@ class Run:
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
         device = self.device if small else CPU
         train = Chunks(self.corpus, "train", length, config.data, config.seed, device)
-        validation = self.group.in_turn(self.validation_corpus)
-        return train, Chunks(validation, "valid", length, unchanged)
+        return train, Chunks(self.validation_corpus(), "valid", length, unchanged)
 
     def validation_corpus(self) -> Corpus:
         """The text to validate on, in the run's tokens: its own, or where it is the config's, that
@@ -238,8 +235,6 @@ class Run:
             "corpus_train_tokens": len(self.chunks.tokens),
             "wall_seconds": round(self.seconds, 1),
             "tokens_per_second": round(self.step * self.tokens_per_step / self.seconds),
-            "processes": self.group.size,
-            "parallel": "ddp" if self.group.size > 1 else None,
             **self.more,
         }
         if len(self.parts) > 1:
@@ -253,18 +248,18 @@ class Run:
     def batch(self) -> Tensor:
         """The chunks of this step, on the device; those of `AHEAD` steps come there in one copy."""
         size = self.config.train.batch_size
-        copies, place = divmod(self.step, AHEAD)
-        if self.ahead is None or place == 0:
+        copies, index = divmod(self.step, AHEAD)
+        if self.ahead is None or index == 0:
             rows = self.chunks.batch(copies, AHEAD * size, self.config.seed)
             self.ahead = rows.to(self.device)
-        return self.ahead[place * size : (place + 1) * size]
+        return self.ahead[index * size : (index + 1) * size]
 
     def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the loss of the batch, or of this process's share of it.
+        """One optimiser step; returns the loss of the batch.
 
         forward: the loss of model, micro-batch and unscored positions, compiled or not.
         """
-        batch = self.group.share(self.batch())
+        batch = self.batch()
         set_rate(self.optimizers, learning_rate(self.config.train, self.step))
         update = self.graph or self.update
         total, norm = update(forward, batch)
@@ -275,14 +270,11 @@ class Run:
     def update(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The weights after one batch: its loss, and the norm of the gradient before clipping."""
         config = self.config.train
-        parts = batch.split(config.micro_batch or config.batch_size)
+        micro_batches = batch.split(config.micro_batch or config.batch_size)
         total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts, start=1):
-            if self.group.size > 1:  # gradients are averaged with the last micro-batch
-                trained: Any = self.trained
-                trained.require_backward_grad_sync = number == len(parts)
+        for micro_batch in micro_batches:
             with self.autocast():
-                loss = forward(self.trained, part, self.unscored) / len(parts)
+                loss = forward(self.model, micro_batch, self.unscored) / len(micro_batches)
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -292,9 +284,8 @@ class Run:
         return total, norm
 
     def losses(self) -> list[float]:
-        """The loss of each step since the last evaluation, means over the group."""
-        losses = torch.stack([loss for loss, _ in self.passed])
-        return self.group.mean(losses).tolist()
+        """The loss of each step since the last evaluation."""
+        return torch.stack([loss for loss, _ in self.passed]).tolist()
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
@@ -304,8 +295,6 @@ class Run:
         """
         with self.autocast():
             valid_loss = self.valid_loss()
-        # Rank 0's, so that all take it for finite or none.
-        valid_loss = self.group.once(lambda: valid_loss)
         if not math.isfinite(valid_loss):
             return None
         try:
@@ -330,7 +319,7 @@ class Run:
     def valid_loss(self) -> float:
         """The mean loss of the validation text, of which each part counts by its `weight`."""
         total = weights = 0.0
-        for part in self.valid.split(32):
+        for part in self.valid.split(VALID_BATCH):
             weight = self.weight(part)
             total += float(self.loss(self.model, part, self.unscored)) * weight
             weights += weight
@@ -367,8 +356,8 @@ def sinks(report: Report) -> Json:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
         ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
-        numbers["value_ratio_1"] = three_digits(ratios.tolist())
+        numbers["peak_1"] = rounded(report.hidden_peaks[:, 0].tolist(), NORM_DIGITS)
+        numbers["value_ratio_1"] = rounded(ratios.tolist(), NORM_DIGITS)
     return numbers
 
 
@@ -382,7 +371,8 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         with run.autocast():
-            final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
+            by_position = gradient_norms(run.model, run.probe)
+        final["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
     return {
         "status": "failed" if reason else "done",
         "reason": reason,
@@ -400,12 +390,5 @@ def of_report(report: Report) -> Json:
         for eps in by_eps.keys() - set(map(str, EPSILONS)):
             del by_eps[eps]
     for name in numbers.keys() & set(BY_POSITION):
-        numbers[name] = three_digits(numbers[name])
+        numbers[name] = rounded(numbers[name], NORM_DIGITS)
     return numbers
-
-
-def three_digits(values: Any) -> Any:
-    """A number, or a list of them or of such lists, to three significant digits."""
-    if isinstance(values, list):
-        return [three_digits(x) for x in values]
-    return float(f"{values:.3g}")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sinkutils.checks import choice, first_line, integer, real, require
+from sinkutils.checks import choice, first_line, integer, real
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import Identity, load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
@@ -66,8 +66,8 @@ class Worker:
         output = self.log.read_bytes()[self.begin :].decode(errors="replace")
         messages = []
         for line in output.splitlines():
-            _, said, message = line.partition(SAID)  # some stand behind a progress bar
-            if said:
+            _, prefix, message = line.partition(SAID)  # some stand behind a progress bar
+            if prefix:
                 messages.append(message)
         return status, messages
 
@@ -119,35 +119,20 @@ def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -
     return (kind,) * jobs
 
 
-def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
+def engine(name: str, logs: Path, gpu: bool = False) -> Callable:
     """What starts a run with the arguments of `run_one` and returns a future.
 
-    gpu: each run needs one.
-    slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the
-    cluster that RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a
-    missing package, and ValueError where the runs need a GPU and Ray's cluster has none: such a
-    task would wait for ever.
+    gpu: each run needs one. slurm: jobs of submitit, which without Slurm are processes on this
+    machine. Raises ImportError where that is missing.
     """
-    choice("engine", name, ("local", "slurm", "ray"))
+    choice("engine", name, ("local", "slurm"))
     if name == "local":
         return Worker
-    if name == "slurm":
-        import submitit
+    import submitit
 
-        executor = submitit.AutoExecutor(folder=logs / "submitit")
-        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
-        return partial(executor.submit, run_one)
-    import ray
-
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS")
-        ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
-    require(
-        not gpu or ray.cluster_resources().get("GPU", 0) >= 1,
-        "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu",
-    )
-    task = ray.remote(num_cpus=1, num_gpus=int(gpu))(run_one)
-    return lambda *arguments: task.remote(*arguments).future()
+    executor = submitit.AutoExecutor(folder=logs / "submitit")
+    executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
+    return partial(executor.submit, run_one)
 
 
 @dataclass(frozen=True)
@@ -206,9 +191,9 @@ def sweep(
 ) -> list[RunOutcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
-    A fine-tuning waits until the run that it starts from has ended, and a run that another process
-    trains until that has ended: then it is trained here if there is no record. An exception,
-    KeyboardInterrupt above all, stops the workers here. Logs go to logs/<preset> inside `runs`.
+    A run that another process trains, or whose start one does, waits until that has ended: then it
+    is trained here if there is no record. An exception, KeyboardInterrupt above all, stops the
+    workers here. Logs go to logs/<preset> inside `runs`.
 
     jobs: how many runs the engine has at a time; a sweep that stops leaves no queue there.
     corpus: where to load the text from in place of the preset's own, such as packed:<file>.
@@ -227,7 +212,7 @@ def sweep(
         options += ["--corpus", located(corpus)]
         text = _text_of(preset_name, located(corpus))
     queue = store.missing(preset_name, seeds, text, only)
-    submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
+    submit = engine(engine_name, logs, gpu=free[0].startswith("cuda"))
     if queue:
         logs.mkdir(parents=True, exist_ok=True)
         if progress:
@@ -239,18 +224,17 @@ def sweep(
         try:
             while queue or running:
                 for run in list(queue):
-                    training = [job.run.config for job in running]
-                    if not free or _needs_another(run, queue, training):
-                        continue
+                    if not free:
+                        break
                     name = f"{run.experiment} seed {run.seed}"
-                    place = store.of(run, text)
-                    if _locked(place, store):
+                    run_folder = store.of(run, text)
+                    if _locked(run_folder, store):
                         if run not in elsewhere:
                             bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
                         elsewhere.add(run)
                         continue
                     queue.remove(run)
-                    record = place.record() if run in elsewhere else None
+                    record = run_folder.record() if run in elsewhere else None
                     if record is not None:
                         detail = "by another process"
                         outcomes.append(RunOutcome(run.experiment, run.seed, record.status, detail))
@@ -259,7 +243,7 @@ def sweep(
                     where = free.popleft()
                     arguments = run.experiment, *options, "--seed", str(run.seed), "--device", where
                     future = submit(arguments, str(log))
-                    running.append(Job(place, where, log, future))
+                    running.append(Job(run_folder, where, log, future))
                     if engine_name == "slurm":
                         bar.write(f"{name}: job {future.job_id}, which outlives this sweep")
                 finished = [job for job in running if job.future.done()]
@@ -290,27 +274,14 @@ def _text_of(preset_name: str, corpus: str) -> Identity:
     return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
 
 
-def _locked(place: RunFolder, store: Runs) -> bool:
+def _locked(run_folder: RunFolder, store: Runs) -> bool:
     """Whether another process trains the run, or what it starts from."""
-    run = place.config
+    run = run_folder.config
     if isinstance(run, FinetuneConfig):
         before = config(run.start, run.preset, run.seed)
-        start = store.of(before, place.corpus)
-        return place.locked() or start.locked()
-    return place.locked()
-
-
-def _needs_another(run: RunConfig, queue: list[RunConfig], training: list[RunConfig]) -> bool:
-    """Whether a fine-tuning has to wait for its start.
-
-    It does while that is in the queue or being trained, be it by another fine-tuning, which trains
-    a start that is missing.
-    """
-    pending = {(other.experiment, other.seed) for other in (*queue, *training)}
-    for other in training:
-        if isinstance(other, FinetuneConfig):
-            pending.add((other.start, other.seed))
-    return isinstance(run, FinetuneConfig) and (run.start, run.seed) in pending
+        start = store.of(before, run_folder.corpus)
+        return run_folder.locked() or start.locked()
+    return run_folder.locked()
 
 
 def estimate(

@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from sinkutils.study.record import (
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
 
 CHECKPOINT = 2  # raised when what a checkpoint holds changes
@@ -55,7 +54,6 @@ def train(
     graph: bool | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
-    group: Group = ALONE,
 ) -> Record:
     """Train one run to its end and write its record; a finished one is returned as it is.
 
@@ -74,27 +72,19 @@ def train(
       stands apart (`study.store.Runs.of`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
     graph: make each step one CUDA graph (`training.graph`); None: on a GPU, if the run allows it.
-    group: the processes that train this run together, each of which calls `train`.
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store = Runs(runs)
     target = find_device(device)
     if corpus is None:  # a record is found without opening the text
-        done = group.once(store.of(config).record, keep_weights)
+        done = store.of(config).record(keep_weights)
         if done is not None:
             return done
-    group.check_batch(config.train.batch_size, config.train.micro_batch)
-    progress = progress and group.first
     text = corpus
     if not isinstance(text, Corpus):
-        name = text or config.data.corpus
-        text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
-    require(
-        group.once(getattr, text, "fingerprint") == text.fingerprint,
-        f"the processes do not agree on the corpus {text.name!r}",
-    )
-    place = group.once(store.of, config, text.identity)
-    _check_text(text, place, usual=store.of(config))
+        text = load_corpus(text or config.data.corpus, config.model.vocab_size)
+    run_folder = store.of(config, text.identity)
+    _check_text(text, run_folder, own_folder=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
         compile = wanted and target.type == "cpu" and compiles()
@@ -110,29 +100,28 @@ def train(
             graph=graph,
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
-            group=group,
         )
-        start = _start_of(config, store, text, group, pretrain)
+        start = _start_of(config, store, text, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
-        group.once(stack.enter_context, place.lock())
-        done = group.once(place.record, keep_weights)  # also by whoever held the lock before
+        stack.enter_context(run_folder.lock())
+        done = run_folder.record(keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        group.once(place.check_free)
-        run = (FinetuneRun if start else Run)(config, text, target, group, start)
-        load_checkpoint(run, place.checkpoint)
+        run_folder.check_free()
+        run = (FinetuneRun if start else Run)(config, text, target, start)
+        load_checkpoint(run, run_folder.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
         if graph:
             run.graph = GraphedStep(run)
         forward = torch.compile(run.loss) if compile else run.loss
-        step = partial(run.advance, forward)
-        form = how(run, compile, graph)
-        # A generator, as the runs of a stack end one by one: unpacking it trains this one run.
-        ended = to_their_ends([run], step, form, progress, place.checkpoint, checkpoint_seconds)
-        ((_, reason, report),) = ended
-        return save_run(run, place.folder, reason, report, keep_weights)
+        conditions = conditions_of(run, compile, graph)
+        checkpoint = run_folder.checkpoint
+        reason, report = to_its_end(
+            run, forward, conditions, progress, checkpoint, checkpoint_seconds
+        )
+        return save_run(run, run_folder.folder, reason, report, keep_weights)
 
 
 def save_run(
@@ -148,28 +137,28 @@ def save_run(
     metrics = summary(run, report, reason)
     provenance = run.provenance()
     identity = run.corpus.identity
-    return run.group.once(
-        write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
+    return write_record(
+        folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
     )
 
 
-def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
+def _check_text(corpus: Corpus, run_folder: RunFolder, own_folder: RunFolder) -> None:
     """Warn where a run is not on the text that its config means, and say where its record will be.
 
     Raises ValueError where the text has more kinds of tokens than the model.
     """
     size = corpus.vocab_size
-    most = place.config.model.vocab_size
+    vocabulary = run_folder.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(
-        size <= most,
-        f"{what} is too large for a model of {most}: "
+        size <= vocabulary,
+        f"{what} is too large for a model of {vocabulary}: "
         "raise vocab_size or load the corpus with fewer",
     )
-    if place.folder != usual.folder or size != most:
+    if run_folder.folder != own_folder.folder or size != vocabulary:
         warnings.warn(
-            f"training on {what} in place of {public_name(place.config.data.corpus)!r} "
-            f"with {most}, its own text: the record is {place.name}",
+            f"training on {what} in place of {public_name(run_folder.config.data.corpus)!r} "
+            f"with {vocabulary}, its own text: the record is {run_folder.name}",
             stacklevel=3,
         )
 
@@ -178,14 +167,11 @@ def _start_of(
     config: FinetuneConfig,
     store: Runs,
     text: Corpus,
-    group: Group,
     pretrain: Callable[[RunConfig], Record],
 ) -> Record:
     """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
-    start = group.once(
-        lambda: store.of(before, text.identity).record() or store.of(before).record()
-    )
+    start = store.of(before, text.identity).record() or store.of(before).record()
     if start is None or (start.status == "done" and start.weights is None):
         start = pretrain(before)
     require(
@@ -196,72 +182,64 @@ def _start_of(
     return start
 
 
-def to_their_ends(
-    runs: Sequence[Run],
-    step: Callable[[], Any],
-    form: Json,
-    progress: bool = False,
-    checkpoint: Path | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
-) -> Iterator[tuple[Run, str | None, Report | None]]:
-    """Train runs together. Yields each as it ends, with why it failed, or with its last report.
+def to_its_end(
+    run: Run,
+    forward: Any,
+    conditions: Json,
+    progress: bool,
+    checkpoint: Path,
+    checkpoint_seconds: float,
+) -> tuple[str | None, Report | None]:
+    """Train a run; returns why it failed, or None, and the report of its last evaluation.
 
-    step: takes the next step of all of them. form: what `how` says. checkpoint: where one run keeps
-    its state.
+    forward: the loss, compiled or not. conditions: what `conditions_of` says. checkpoint: where it keeps its state.
     """
-    first = runs[0]
-    train = first.config.train
-    for run in runs:
-        if run.parts[-1:] != [form]:
-            run.parts.append(form)
-        if not run.curve:  # what position terms and biases do by themselves, without a step
-            run.evaluate([])
-    alive = list(runs)
+    train = run.config.train
+    if run.parts[-1:] != [conditions]:
+        run.parts.append(conditions)
+    if not run.curve:  # what position terms and biases do by themselves, without a step
+        run.evaluate([])
     saved = time.monotonic()
-    began = saved - first.seconds
+    began = saved - run.seconds
     bar = tqdm(
         total=train.steps,
-        initial=first.step,
-        desc=f"{first.config.experiment} seed {first.config.seed}",
+        initial=run.step,
+        desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
         leave=False,
         mininterval=2,
         disable=not progress,
     )
     with bar:
-        while alive:
-            step()
+        while True:
+            run.advance(forward)
             bar.update()
-            ended = first.step == train.steps
-            if first.step % train.eval_every and not ended:
+            ended = run.step == train.steps
+            if run.step % train.eval_every and not ended:
                 continue
-            for run in list(alive):
-                reason, report = evaluated(run)
-                run.seconds = time.monotonic() - began
-                if ended or reason is not None:
-                    yield run, reason, report
-                    alive.remove(run)
-                else:
-                    point = run.curve[-1]
-                    bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
+            reason, report = evaluated(run)
+            run.seconds = time.monotonic() - began
+            if ended or reason is not None:
+                return reason, report
+            point = run.curve[-1]
+            bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
-            due = time.monotonic() - saved > checkpoint_seconds
-            if alive and due and checkpoint is not None and first.group.first:
-                save_checkpoint(first, checkpoint)
+            if time.monotonic() - saved > checkpoint_seconds:
+                save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
 
 
-def how(run: Run, compiled: bool, graph: bool) -> Json:
+def conditions_of(run: Run, compiled: bool, graph: bool) -> Json:
     """On what and in which way a run is trained, for its provenance."""
-    form: Json = {
+    conditions: Json = {
         "device": device_name(run.device),
         "compiled": compiled,
         "precision_used": run.precision,
         "instruction_set": instruction_set(),
     }
     if graph:
-        form["graph"] = True
-    return form
+        conditions["graph"] = True
+    return conditions
 
 
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
@@ -276,9 +254,9 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
 
 
 def may_graph(run: Run) -> bool:
-    """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
-    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
-    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
+    """Whether a step can be one CUDA graph: with AdamW, whose state stays on the GPU."""
+    on_gpu = run.device.type == "cuda"
+    return on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
@@ -326,7 +304,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
-    state = run.group.once(_state_of, run, path)
+    state = _state_of(run, path)
     if not state:
         return
     run.model.load_state_dict(state["model"])
@@ -363,7 +341,7 @@ def _state_of(run: Run, path: Path) -> Json:
     except CorruptRecord as error:
         reason = str(error)
     # A sweep finds this warning in the log of its worker by these words (`sweep.AGAIN`).
-    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
+    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=3)
     return {}
 
 

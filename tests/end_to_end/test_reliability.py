@@ -57,17 +57,11 @@ def test_no_value_that_is_set_in_a_record_with_right_digests_stops_a_reader(tmp_
     assert counts["other"] == counts["unnamed"] == 0
 
 
-def extra(engine: str, package: str):
-    """An engine's name; skipped, before anything is trained for it, where its package is not installed."""
-    reason = f"the extra sinkutils[{engine}] is not installed"
-    return pytest.param(engine, marks=pytest.mark.skipif(find_spec(package) is None, reason=reason))
-
-
-@pytest.mark.parametrize("engine", [extra("slurm", "submitit"), extra("ray", "ray")])
-def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken, engine):
-    dataclasses.replace(sweeps, engine=engine).finish(engine)
-    assert sweeps.results(engine) == unbroken[1]
-    assert sweeps.trainings(engine) == dict.fromkeys(sweeps.only, 1)
+@pytest.mark.skipif(find_spec("submitit") is None, reason="sinkutils[slurm] is not installed")
+def test_slurm_makes_the_same_records_with_two_workers(sweeps, unbroken):
+    dataclasses.replace(sweeps, engine="slurm").finish("slurm")
+    assert sweeps.results("slurm") == unbroken[1]
+    assert sweeps.trainings("slurm") == dict.fromkeys(sweeps.only, 1)
 
 
 def test_a_k_bias_has_its_sink_at_smoke_and_the_base_has_none(tmp_path):

@@ -8,18 +8,17 @@ import families
 import pytest
 import torch
 import transformers as tf
-from helpers import WRONG, Largest, refused, refuses, spoil
+from helpers import WRONG, refused, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
 from torch.testing import assert_close
 
-from sinkutils.measuring import masks, passes
+from sinkutils.measuring import fused, passes
 from sinkutils.measuring.families import attention_layers
 from sinkutils.measuring.measure import measure
-from sinkutils.model import flash
 
 T, VOCAB = 24, families.VOCAB
 TARGETS = (1, 2, 5)
-WINDOWED = ("mistral", "gemma3_text", "gpt_oss", "gemma2+softcap", "llama4_text+chunks")
+WINDOWED = ("mistral", "gemma3_text", "gpt_oss", "gemma2+softcap")
 close = functools.partial(assert_close, atol=1e-5, rtol=1e-4)
 
 
@@ -150,18 +149,11 @@ def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
     assert measure(model, ids).bos is False
 
 
-def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks come as tensors that know nothing of windows."""
-    monkeypatch.setattr(masks, "mask", masks.sdpa_mask)
-
-
 @pytest.mark.parametrize("where", WRONG)
-@pytest.mark.parametrize("kind", ["causal", "window", "mask"])
+@pytest.mark.parametrize("kind", ["causal", "window"])
 def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, where, monkeypatch):
     """Also where only row 3 is wrong, which sees the first keys."""
     model, ids = build("llama" if kind == "causal" else "mistral"), tokens()
-    if kind == "mask":
-        mask_without_positions(monkeypatch)
     expected = eager_alpha(model, ids, TARGETS)
     assert measure(model, ids, TARGETS).path == "fused"
     spoil(monkeypatch, where)
@@ -174,11 +166,11 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, where, monkeypatch)
 def test_a_kernel_that_is_not_there_is_not_used_and_a_full_memory_is_said(error, monkeypatch):
     model, ids = build("llama"), tokens()
     expected = eager_alpha(model, ids, TARGETS)
-    monkeypatch.setattr(flash, "fused", Mock(side_effect=error("no such op")))
+    monkeypatch.setattr(fused, "fused", Mock(side_effect=error("no such op")))
     report = measure(model, ids, TARGETS)
     assert report.path == "exact"
     assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
-    monkeypatch.setattr(flash, "fused", Mock(side_effect=torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(fused, "fused", Mock(side_effect=torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         measure(model, ids, TARGETS)
 
@@ -186,32 +178,32 @@ def test_a_kernel_that_is_not_there_is_not_used_and_a_full_memory_is_said(error,
 def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch):
     model, ids, mask = build("mistral"), tokens(), torch.ones(3, T, dtype=torch.long)
     mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
-    right = flash.fused
+    right = fused.fused
 
     def wrong(q, k, v, mask=None, **kwargs):
         out, lse = right(q, k, v, mask=mask, **kwargs)
         return out, lse + (mask is not None)
 
-    monkeypatch.setattr(flash, "fused", wrong)
+    monkeypatch.setattr(fused, "fused", wrong)
     report = measure(model, ids, TARGETS, attention_mask=mask)
     assert_close(report.alpha[1:], eager_alpha(model, ids[1:], TARGETS), atol=1e-6, rtol=1e-5)
     assert report.path == "exact" and report.windows == (7, 7)
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
-def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(family, exact, monkeypatch):
-    model, ids = build(family), tokens()
-    asked = {"targets": TARGETS, "exact": exact, "heads": ((0, 1),) if exact else ()}
-    with monkeypatch.context() as patch:
-        mask_without_positions(patch)
-        expected = measure(model, ids, **asked)
-    monkeypatch.setattr(masks, "LONG", 1)
-    monkeypatch.setattr(flash, "ROWS", 5)
-    report = measure(model, ids, **asked)
-    for name in ("alpha", "hidden_norms"):
-        assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
-    assert report.path == expected.path
+def test_a_window_longer_than_a_block_of_queries_has_the_same_numbers(monkeypatch):
+    model, ids = build("mistral"), tokens()
+    expected = measure(model, ids, TARGETS)
+    monkeypatch.setattr(fused, "ROWS", 5)
+    report = measure(model, ids, TARGETS)
+    close(report.alpha, expected.alpha)
+    close(report.hidden_norms, expected.hidden_norms)
+    assert report.path == expected.path == "fused"
+
+
+def test_texts_longer_than_a_chunk_that_does_not_slide_are_refused():
+    model = build("llama4_text+chunks")
+    assert measure(model, tokens(length=families.WINDOW), epsilons=(0.5,)).windows == ()
+    refuses("attends within chunks of 7 tokens: ids have 24", measure, model, tokens())
 
 
 @pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo", "doge"])
@@ -226,15 +218,6 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
         assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
     assert min(report.caps()) == pytest.approx(7 / T)
     assert "in layers with a window alpha_1 is at most 0.292: see caps(1)" in str(report)
-
-
-@pytest.mark.slow
-def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared():
-    model, length = build("mistral", max_position_embeddings=10000, sliding_window=64), 8192
-    with Largest() as largest:
-        report = measure(model, tokens(1, length))
-    assert report.path == "fused" and report.windows == (64, 64)
-    assert largest.elements < length**2 / 4
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch):

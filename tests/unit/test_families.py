@@ -22,7 +22,7 @@ MEASURED = {
     name: path
     for path, names in {
         "fused": "bart bert doge falcon_h1 gemma3 gemma3_text gemma3n_text gpt2 gpt2+inverse_layer gpt_neox gpt_oss "
-                 "granite_swa granitemoe_swa jamba llama llama4_text+chunks mimo_v2_flash minimax minimax_m3_vl_text "
+                 "granite_swa granitemoe_swa jamba llama mimo_v2_flash minimax minimax_m3_vl_text "
                  "mistral olmo2 opt phi qwen3 qwen3_next roberta-prelayernorm",
         "exact": "deepseek_v3 deepseek_v32 gemma2 gemma2+softcap hy_v4 inkling2_text kimi_linear longcat_flash",
         "eager weights": "bloom falcon falcon+alibi git gpt_neo gptj mpt openai-gpt xglm",

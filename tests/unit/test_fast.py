@@ -11,7 +11,8 @@ from helpers import draw, name_of, refuses
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkutils.model import fast, flash
+from sinkutils.measuring import fused
+from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 
 OPERATIONS = [
@@ -138,10 +139,10 @@ def test_which_kernel_serves_where():
         (("cuda", single, 64, True), efficient),
         (("cpu", double, 64, True), "_scaled_dot_product_flash_attention_for_cpu"),
     ):
-        assert flash.kernel_for(*asked) == expected
+        assert fused.kernel_for(*asked) == expected
         assert hasattr(torch.ops.aten, expected)
     for asked in (("cuda", double, 64, False), ("mps", single, 64, False)):
-        refuses("no fused kernel", flash.kernel_for, *asked, kind=RuntimeError)
+        refuses("no fused kernel", fused.kernel_for, *asked, kind=RuntimeError)
 
 
 UNNORMALISED = {"similarity": "linear", "normalizer": "none"}

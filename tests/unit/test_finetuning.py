@@ -31,7 +31,6 @@ from sinkutils.study.grid import config, keeps_weights, plan
 from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
-from sinkutils.training.sweep import _needs_another
 
 SOURCE = '''"""A module about nothing."""
 
@@ -199,13 +198,6 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
     for run in queue:
         if isinstance(run, FinetuneConfig):
             assert order.index((run.start, run.seed)) < order.index((run.experiment, run.seed))
-            before = config(run.start, "smoke", run.seed)
-            assert _needs_another(run, [], [before]), "its start is being trained"
-            assert _needs_another(run, [run, before], []) and not _needs_another(run, [run], [])
-            # One that trains a start that is missing.
-            other = replace(run, experiment="other")
-            assert _needs_another(run, [], [other])
-            assert not _needs_another(run, [], [replace(other, seed=9)])
     assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
     named = any("ultrachat" in name for name, _ in order)
     assert not named, "what needs the network is trained where it is named"

@@ -38,71 +38,22 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 # --- attention functions and classes of one's own
 
 
-class Registered:
-    """Attention that somebody registered: softmax with one more in the denominator; keeps its maps."""
-
-    def __init__(self, returns: str = "weights") -> None:
-        self.maps: list[Tensor] = []
-        self.returns = returns
-
-    def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
-        key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
-        logits = query @ key.mT * scaling
-        if attention_mask is None:
-            logits = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf)
-        else:
-            logits = logits + attention_mask
-        weights = logits.exp() / (1 + logits.exp().sum(dim=-1, keepdim=True))
-        self.maps.append(weights)
-        out = (weights @ value).transpose(1, 2).contiguous()
-        return out, {
-            "weights": weights,
-            "nothing": None,
-            "others": weights / weights.sum(-1, True),
-        }[self.returns]
+def mine(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention that somebody registered: softmax with one more in the denominator."""
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
+    logits = query @ key.mT * scaling + attention_mask
+    weights = logits.exp() / (1 + logits.exp().sum(dim=-1, keepdim=True))
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def registered(function, mask=eager_mask, family: str = "llama") -> nn.Module:
-    AttentionInterface.register("mine", function)
-    if mask:
-        AttentionMaskInterface.register("mine", mask)
-    else:
-        AttentionMaskInterface._global_mapping.pop("mine", None)
-    model = build(family)
-    model.set_attn_implementation("mine")
-    return model
-
-
-@pytest.mark.parametrize("mask", [eager_mask, None], ids=["with its mask", "without a mask"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
-    function, ids = Registered(), tokens()
-    model = registered(function, mask=mask, family=family)
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits
-        expected = alpha_by_definition(function.maps, TARGETS)
-        report = measure(model, ids, TARGETS)
-        assert_close(report.alpha, expected, **close)
-        assert report.path == "registered: mine" and model.config._attn_implementation == "mine"
-        assert torch.equal(model(ids, use_cache=False).logits, logits)
-    refuses("surgery works on eager and sdpa only", surgery.untouched, model, ids)
-
-
-@pytest.mark.parametrize("returns", ["nothing", "others"])
-def test_one_that_does_not_show_its_weights_is_refused_by_name(returns):
-    with refused("attention 'mine' is none of transformers': it must return its weights"):
-        measure(registered(Registered(returns)), tokens())
-
-
-def test_sdpa_that_somebody_replaced_is_no_longer_sdpa(monkeypatch):
-    function, ids = Registered(), tokens()
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", function)
-    model = build("llama")
-    model.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        model(ids, use_cache=False, attention_mask=torch.ones_like(ids))
-    expected = alpha_by_definition(function.maps, TARGETS)
-    assert_close(measure(model, ids, TARGETS).alpha, expected, **close)
+@pytest.mark.parametrize("name", ["mine", "sdpa"], ids=["registered", "in the place of sdpa"])
+def test_an_attention_function_of_ones_own_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, mine)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, eager_mask)
+    model, ids = build("llama"), tokens()
+    model.set_attn_implementation(name)
+    for operate in (measure, surgery.untouched):
+        refuses(f"{name!r} that is none of transformers'", operate, model, ids)
 
 
 class Derived(LlamaAttention):
@@ -175,7 +126,7 @@ def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
     model, ids = build("llama"), tokens()
     model.set_attn_implementation("sdpa")
     module = sys.modules[LlamaAttention.__module__]
-    monkeypatch.setattr(module, "eager_attention_forward", Registered())
+    monkeypatch.setattr(module, "eager_attention_forward", mine)
     refuses("computes something else by its attention 'sdpa'", measure, model, ids)
 
 

@@ -327,8 +327,6 @@ def test_uniform_attention_has_no_excess_whatever_the_mask():
             assert excess(alpha, uniform_alpha(64, target, window)) == pytest.approx(0)
     # one key more
     assert uniform_alpha(4, "star") == pytest.approx(np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5]))
-    # chunks of three: queries 1 to 6 see 1, 2, 3, 1, 2, 3 keys, and x_1 is in the first chunk
-    assert uniform_alpha(6, 1, 3, True) == pytest.approx((1 + 1 / 2 + 1 / 3) / 6)
 
 
 def even(own_keys=0):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CPU, refuses
+from stacked import Stack, clip_each, train_stacked
 from torch.testing import assert_close
 
 from sinkutils import AttentionSpec
 from sinkutils.study.config import RunConfig
 from sinkutils.training import run as training_run
 from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.stacked import Stack, clip_each, train_stacked
 from sinkutils.training.trainer import train
 
 STEPS = 20

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import interrupted, made_up, refused, refuses
 
-from sinkutils import config, load_corpus, paths, train
+from sinkutils import config, paths, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
 from sinkutils.study import record as records_module
@@ -306,7 +306,7 @@ def gpus(monkeypatch):
         ("gpu", "local", 0, "cpu", ("cpu", "cpu")),
         ("laptop", "slurm", 0, None, ("cpu", "cpu")),
         ("gpu", "slurm", 0, None, ("cuda", "cuda")),
-        ("gpu", "ray", 0, "cpu", ("cpu", "cpu")),
+        ("gpu", "slurm", 0, "cpu", ("cpu", "cpu")),
     ],
 )
 def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
@@ -319,7 +319,7 @@ def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
     refuses("sees 0 of that kind", sweep, "gpu", runs=tmp_path, progress=False)
     refuses("sees 0 of that kind", sweep, "laptop", device="cuda", runs=tmp_path, progress=False)
     refuses("device must be", sweep, "laptop", device="abacus", runs=tmp_path, progress=False)
-    refuses("local, slurm, ray", engine, "abacus", 1, tmp_path)
+    refuses("local, slurm", engine, "abacus", tmp_path)
 
 
 def test_runs_hold_different_gpus_and_an_interrupt_leaves_no_queue(monkeypatch, runs, gpus):
@@ -380,18 +380,11 @@ def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
-    slurm, ray = MagicMock(), MagicMock()
+    slurm = MagicMock()
     monkeypatch.setitem(sys.modules, "submitit", slurm)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    ray.cluster_resources.return_value = {"CPU": 2.0, "GPU": 1.0}
-    engine("slurm", 1, tmp_path, gpu)
-    engine("ray", 1, tmp_path, gpu)(())
+    engine("slurm", tmp_path, gpu)
     parameters = slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs
     assert parameters["gpus_per_node"] == gpu
-    assert ray.remote.call_args.kwargs["num_gpus"] == gpu
-    ray.cluster_resources.return_value = {"CPU": 2.0}
-    if gpu:
-        refuses("need a GPU and the Ray cluster has none", engine, "ray", 1, tmp_path, gpu)
 
 
 def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, capsys):
@@ -399,21 +392,6 @@ def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, ca
     monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: job)
     of_smoke("k_bias", engine_name="slurm")
     assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
-
-
-def test_a_local_ray_trains_and_refuses_a_gpu_it_has_not(runs, tmp_path, text_folder, monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    load_corpus(f"path:{text_folder}", 512)
-    try:
-        refuses("the Ray cluster has none", engine, "ray", 2, tmp_path, gpu=True)
-        options = {"jobs": 2, "engine_name": "ray", "progress": False}
-        options["corpus"] = f"path:{text_folder}"
-        outcomes = sweep("smoke", seeds=(0,), only=("fixed_1", "k_bias"), **options)
-    finally:
-        ray.shutdown()
-    ended = {(outcome.experiment, outcome.status) for outcome in outcomes}
-    assert ended == {("fixed_1", "done"), ("k_bias", "done")}
 
 
 def wait_until(condition, seconds=60):

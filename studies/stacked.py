@@ -8,7 +8,8 @@ kernel serves them all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
+from sinkutils.measuring.report import Report
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.study.store import Folder, Runs
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, make_optimizers, set_rate, without
-from sinkutils.training.trainer import how, may_graph, reproducible, save_run, to_their_ends
+from sinkutils.training.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
 
 
 def alike(config: RunConfig) -> tuple:
@@ -121,6 +123,25 @@ def clip_each(stacked: list[nn.Parameter], most: float) -> Tensor:
     return norms
 
 
+def to_their_ends(stack: Stack) -> Iterator[tuple[Run, str | None, Report | None]]:
+    """Train the runs. Yields each as it ends, with why it failed, or with its last report."""
+    alive = list(stack.runs)
+    first = alive[0]
+    train = first.config.train
+    began = time.monotonic()
+    while alive:
+        stack.advance()
+        ended = first.step == train.steps
+        if first.step % train.eval_every and not ended:
+            continue
+        for run in list(alive):
+            reason, report = evaluated(run)
+            run.seconds = time.monotonic() - began
+            if ended or reason is not None:
+                yield run, reason, report
+                alive.remove(run)
+
+
 def train_stacked(
     configs: Sequence[RunConfig],
     runs: Folder = None,
@@ -153,9 +174,11 @@ def train_stacked(
             together = Stack(missing)
             if may_graph(missing[0]) if graph is None else graph:
                 together.graph = GraphedStep(together)
-            form = how(missing[0], compiled=False, graph=together.graph is not None)
+            form = conditions_of(missing[0], compiled=False, graph=together.graph is not None)
             for run in missing:
+                run.parts.append(form)
                 run.more["stacked"] = len(missing)
-            for run, reason, report in to_their_ends(missing, together.advance, form):
+                run.evaluate([])
+            for run, reason, report in to_their_ends(together):
                 save_run(run, folders[run], reason, report, keep_weights(run.config))
     return [record for place in places if (record := place.record())]
