@@ -373,6 +373,7 @@ def report_command(options: argparse.Namespace) -> None:
         write_synced(unfinished, page.encode())
         os.replace(unfinished, output)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise not_saved(str(output), error) from error
     print(f"written: {output}")
 

@@ -27,6 +27,7 @@ from sinkutils.study.record import CorruptRecord, Folder, read_record, short_nam
 from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+BLOCK = re.compile(r"(.*?)(\d+)\.")  # in the name of a weight, "model.layers.3.": list and number
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 # Said of files that transformers 5 wrote, to who has 4: of their rotary base it would read nothing.
 NEWER = "was saved by a later transformers, whose files this one reads wrongly: update transformers"
@@ -43,9 +44,9 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a recorded run that
-        kept its weights ("laptop/fixed_1/0", or the folder of any record), or a model of
-        `python -m sinkutils models` ("smollm2").
+    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a GGUF file (with the
+        package gguf), a recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
+        any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
@@ -138,10 +139,14 @@ def _load_transformers(
         "local_files_only": offline,
         "revision": revision or "main",
     }
+    where: Any = name
+    gguf = gguf_file(Path(name))
+    if gguf:  # transformers takes the folder and the file's name, and computes in full precision
+        where, common["gguf_file"] = gguf.parent, gguf.name
     bars = set_tqdm_hook(_plain_bar)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
+            where,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
@@ -150,8 +155,8 @@ def _load_transformers(
         )
         model, info = loaded
         tokenizer: Any = WithoutTokenizer(model)
-        if not local or _holds(Path(name), TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        if not local or gguf or _holds(Path(name), TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(where, **common)
     except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
     finally:
@@ -172,11 +177,34 @@ def _holds(folder: Path, patterns: Sequence[str]) -> bool:
     return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the one in a folder without a config.json."""
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise ModelUnavailable(
+            f"{str(path)!r} holds {len(files)} GGUF files: give one of them, {str(files[0])!r}"
+        )
+    return files[0]
+
+
 def check_folder(path: Path) -> None:
     """Raise ModelUnavailable for a path that is not the folder of a model, saying which is."""
     if path.is_file():
-        raise ModelUnavailable(f"{str(path)!r} is a file: give the folder that holds it")
-    if _holds(path, ("config.json", "adapter_config.json")):
+        if path.suffix != ".gguf":
+            raise ModelUnavailable(f"{str(path)!r} is a file: give the folder that holds it")
+        return
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.stat().st_size < 1024:
+            if file.read_bytes().startswith(b"version https://git-lfs"):
+                raise ModelUnavailable(
+                    f"{str(path)!r} has git-lfs pointers in place of files ({file.name}): "
+                    "run `git lfs pull` in it"
+                )
+    if _holds(path, ("config.json", "adapter_config.json", "*.gguf")):
         return
     advice = "is it the folder of a model?"
     for config in path.glob("*/config.json"):  # of a training with its checkpoints
@@ -190,7 +218,7 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
     """Raise ModelUnavailable for weights that are not those of the configuration, and for one that
     only a later transformers reads rightly.
 
-    Unused ones, such as those of another head, are a warning.
+    Unused ones of another head, or of layers that predict further tokens (MTP), are a warning.
     """
     saved = getattr(model.config, "transformers_version", None) or "0"
     if int(saved.partition(".")[0]) > int(version("transformers").partition(".")[0]):
@@ -208,10 +236,23 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         )
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     message += f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
-    if missing:  # they would be random
+    if missing or _leaves_out_a_block(model, unused):  # the missing would be random
         raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
     if unused:
         warnings.warn(message, stacklevel=4)
+
+
+def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
+    """Whether weights that are not used are of a block, other than those of MTP behind the last."""
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", 0)
+    further = range(count, count + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+    used = {match[1] for key in model.state_dict() if (match := BLOCK.match(key))}
+    for key in unused:
+        match = BLOCK.match(key)
+        if match and match[1] in used and int(match[2]) not in further:
+            return True
+    return False
 
 
 class WithoutTokenizer:
@@ -255,6 +296,8 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
+    if gguf_file(Path(name)) and importlib.util.find_spec("gguf") is None:
+        return f"{name!r} is a GGUF file: pip install gguf"
     if Path(name, "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
     # PyTorch advises here to load it without weights_only, which would run whatever it holds.
@@ -266,8 +309,8 @@ def _why(name: str, offline: bool, error: Exception) -> str:
         )
     if "deserializing header" in message:
         return (
-            f"{name!r} could not be loaded: its .safetensors file is cut, or a git-lfs pointer in "
-            f"place of it (git lfs pull): {message[:200]}"
+            f"{name!r} could not be loaded: its .safetensors file is cut or is something else: "
+            f"{message[:200]}"
         )
     if "TokenizersBackend" in message:
         return f"{name!r} {NEWER}"
