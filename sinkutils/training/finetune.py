@@ -60,7 +60,9 @@ class FinetuneRun(Run):
         layout = Layout(self.tokenizer, first, special["eos_id"], self.config.model.context_length)
         counts = (self.config.train.valid_chunks, self.config.pairs)
         name = self.config.instructions
-        held_out, pairs = make_pairs(conversations(name), layout, counts, name)
+        held_out, pairs = self.group.in_turn(
+            lambda: make_pairs(conversations(name), layout, counts, name)
+        )
         weights = self.start.digests[WEIGHTS]
         self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
         digests = self.corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights

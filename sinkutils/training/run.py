@@ -27,10 +27,10 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
 from sinkutils.study.record import Record, rounded
 from sinkutils.training.graph import GraphedStep
+from sinkutils.training.group import ALONE, Group
 
 AHEAD = 16  # steps whose batches go to the device together
 ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
-VALID_BATCH = 32  # chunks of the validation text a forward pass
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
@@ -164,6 +164,7 @@ class Run:
         config: RunConfig,
         corpus: Corpus,
         device: torch.device,
+        group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
         # `torch.__version__` compares as a version and not as letters.
@@ -171,14 +172,16 @@ class Run:
         self.config = config
         self.corpus = corpus
         self.device = device
+        self.group = group
         self.start = start
-        # `first_model` and `batches` of a FinetuneRun, below, replace these three.
         self.tokenizer = corpus.tokenizer
         self.fingerprint = corpus.fingerprint
-        self.more: Json = {}  # what else the record's provenance says
+        self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
+        # The model itself, or what DDP puts around it.
+        self.trained = group.wrap(self.model)
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), train)
         self.chunks, valid = self.batches()
         # The batches of this step and the next ones, on the device.
@@ -215,7 +218,8 @@ class Run:
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
         device = self.device if small else CPU
         train = Chunks(self.corpus, "train", length, config.data, config.seed, device)
-        return train, Chunks(self.validation_corpus(), "valid", length, unchanged)
+        validation = self.group.in_turn(self.validation_corpus)
+        return train, Chunks(validation, "valid", length, unchanged)
 
     def validation_corpus(self) -> Corpus:
         """The text to validate on, in the run's tokens: its own, or where it is the config's, that
@@ -235,6 +239,8 @@ class Run:
             "corpus_train_tokens": len(self.chunks.tokens),
             "wall_seconds": round(self.seconds, 1),
             "tokens_per_second": round(self.step * self.tokens_per_step / self.seconds),
+            "processes": self.group.size,
+            "parallel": "ddp" if self.group.size > 1 else None,
             **self.more,
         }
         if len(self.parts) > 1:
@@ -255,11 +261,11 @@ class Run:
         return self.ahead[index * size : (index + 1) * size]
 
     def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the loss of the batch.
+        """One optimiser step; returns the loss of the batch, or of this process's share of it.
 
         forward: the loss of model, micro-batch and unscored positions, compiled or not.
         """
-        batch = self.batch()
+        batch = self.group.share(self.batch())
         set_rate(self.optimizers, learning_rate(self.config.train, self.step))
         update = self.graph or self.update
         total, norm = update(forward, batch)
@@ -270,11 +276,14 @@ class Run:
     def update(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The weights after one batch: its loss, and the norm of the gradient before clipping."""
         config = self.config.train
-        micro_batches = batch.split(config.micro_batch or config.batch_size)
+        parts = batch.split(config.micro_batch or config.batch_size)
         total = torch.zeros((), device=self.device)
-        for micro_batch in micro_batches:
+        for number, part in enumerate(parts, start=1):
+            if self.group.size > 1:  # gradients are averaged with the last micro-batch
+                trained: Any = self.trained
+                trained.require_backward_grad_sync = number == len(parts)
             with self.autocast():
-                loss = forward(self.model, micro_batch, self.unscored) / len(micro_batches)
+                loss = forward(self.trained, part, self.unscored) / len(parts)
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -284,8 +293,9 @@ class Run:
         return total, norm
 
     def losses(self) -> list[float]:
-        """The loss of each step since the last evaluation."""
-        return torch.stack([loss for loss, _ in self.passed]).tolist()
+        """The loss of each step since the last evaluation, means over the group."""
+        losses = torch.stack([loss for loss, _ in self.passed])
+        return self.group.mean(losses).tolist()
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
@@ -295,6 +305,8 @@ class Run:
         """
         with self.autocast():
             valid_loss = self.valid_loss()
+        # Rank 0's, so that all take it for finite or none.
+        valid_loss = self.group.once(lambda: valid_loss)
         if not math.isfinite(valid_loss):
             return None
         try:
@@ -319,7 +331,7 @@ class Run:
     def valid_loss(self) -> float:
         """The mean loss of the validation text, of which each part counts by its `weight`."""
         total = weights = 0.0
-        for part in self.valid.split(VALID_BATCH):
+        for part in self.valid.split(32):
             weight = self.weight(part)
             total += float(self.loss(self.model, part, self.unscored)) * weight
             weights += weight

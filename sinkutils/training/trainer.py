@@ -37,6 +37,7 @@ from sinkutils.study.record import (
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
+from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
 
 CHECKPOINT = 2  # raised when what a checkpoint holds changes
@@ -54,6 +55,7 @@ def train(
     graph: bool | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
+    group: Group = ALONE,
 ) -> Record:
     """Train one run to its end and write its record; a finished one is returned as it is.
 
@@ -72,18 +74,26 @@ def train(
       stands apart (`study.store.Runs.of`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
     graph: make each step one CUDA graph (`training.graph`); None: on a GPU, if the run allows it.
+    group: the processes that train this run together, each of which calls `train`.
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store = Runs(runs)
     target = find_device(device)
     if corpus is None:  # a record is found without opening the text
-        done = store.of(config).record(keep_weights)
+        done = group.once(store.of(config).record, keep_weights)
         if done is not None:
             return done
+    group.check_batch(config.train.batch_size, config.train.micro_batch)
+    progress = progress and group.first
     text = corpus
     if not isinstance(text, Corpus):
-        text = load_corpus(text or config.data.corpus, config.model.vocab_size)
-    run_folder = store.of(config, text.identity)
+        name = text or config.data.corpus
+        text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
+    require(
+        group.once(getattr, text, "fingerprint") == text.fingerprint,
+        f"the processes do not agree on the corpus {text.name!r}",
+    )
+    run_folder = group.once(store.of, config, text.identity)
     _check_text(text, run_folder, own_folder=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
@@ -100,16 +110,17 @@ def train(
             graph=graph,
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
+            group=group,
         )
-        start = _start_of(config, store, text, pretrain)
+        start = _start_of(config, store, text, group, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
-        stack.enter_context(run_folder.lock())
-        done = run_folder.record(keep_weights)  # also by whoever held the lock before
+        group.once(stack.enter_context, run_folder.lock())
+        done = group.once(run_folder.record, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        run_folder.check_free()
-        run = (FinetuneRun if start else Run)(config, text, target, start)
+        group.once(run_folder.check_free)
+        run = (FinetuneRun if start else Run)(config, text, target, group, start)
         load_checkpoint(run, run_folder.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
@@ -137,8 +148,8 @@ def save_run(
     metrics = summary(run, report, reason)
     provenance = run.provenance()
     identity = run.corpus.identity
-    return write_record(
-        folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
+    return run.group.once(
+        write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
     )
 
 
@@ -167,11 +178,14 @@ def _start_of(
     config: FinetuneConfig,
     store: Runs,
     text: Corpus,
+    group: Group,
     pretrain: Callable[[RunConfig], Record],
 ) -> Record:
     """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
-    start = store.of(before, text.identity).record() or store.of(before).record()
+    start = group.once(
+        lambda: store.of(before, text.identity).record() or store.of(before).record()
+    )
     if start is None or (start.status == "done" and start.weights is None):
         start = pretrain(before)
     require(
@@ -224,7 +238,7 @@ def to_its_end(
             point = run.curve[-1]
             bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
-            if time.monotonic() - saved > checkpoint_seconds:
+            if run.group.first and time.monotonic() - saved > checkpoint_seconds:
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
 
@@ -254,9 +268,9 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
 
 
 def may_graph(run: Run) -> bool:
-    """Whether a step can be one CUDA graph: with AdamW, whose state stays on the GPU."""
-    on_gpu = run.device.type == "cuda"
-    return on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
+    """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
+    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
+    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
@@ -304,7 +318,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
-    state = _state_of(run, path)
+    state = run.group.once(_state_of, run, path)
     if not state:
         return
     run.model.load_state_dict(state["model"])
@@ -341,7 +355,7 @@ def _state_of(run: Run, path: Path) -> Json:
     except CorruptRecord as error:
         reason = str(error)
     # A sweep finds this warning in the log of its worker by these words (`sweep.AGAIN`).
-    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=3)
+    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
     return {}
 
 

@@ -29,6 +29,7 @@ from sinkutils.study.store import Runs
 from sinkutils.training import run as training_run
 from sinkutils.training import trainer
 from sinkutils.training.graph import GraphedStep
+from sinkutils.training.group import Group
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
 from sinkutils.training.trainer import divergence, reproducible, train
 
@@ -417,6 +418,16 @@ def test_configs_take_no_part_of_another_kind(tiny):
         from_dict(RunConfig, {**dataclasses.asdict(tiny), "colour": 1})
     for field in ("seed", "model", "data", "train"):
         refuses(field, dataclasses.replace, tiny, **{field: -1})
+
+
+def test_processes_share_batches_evenly_or_are_refused():
+    batch = torch.arange(24).reshape(8, 3)
+    shares = [Group(rank=rank, size=4).share(batch) for rank in range(4)]
+    assert torch.equal(torch.cat(shares), batch) and {len(share) for share in shares} == {2}
+    Group(size=4).check_batch(512, 16)
+    Group(size=128).check_batch(512, 16)  # shares smaller than a micro-batch
+    refuses("3 processes cannot share batches of 512", Group(size=3).check_batch, 512, 16)
+    refuses("start as many as divide 32", Group(size=24).check_batch, 96, 3)
 
 
 def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
