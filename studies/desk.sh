@@ -8,5 +8,6 @@ python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 1 --only d
 python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 --only fixed_1 k_bias sigmoid sigmoid_normalised \
   weight_decay_0.5 learnable
 # docs/expectations.md, L: where any first token may have more of a sink
-python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 --only default_constant_lr default_weight_decay_0.3
+python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 --only default_constant_lr default_weight_decay_0.3 \
+  lr_x2
 python -m sinkutils run --in-place --only 02 05              # the pages that show them

@@ -115,6 +115,9 @@ def _tally(judged: Judged) -> str:
     # A claim whose checks all hold may still be open: it rests on another that is.
     if any(premise.state != HOLDS for premise in judged.premises):
         parts.append("a premise is open")
+    models = {outcome.check.runs for outcome in judged.outcomes if outcome.check.kind in REAL}
+    if models:  # finished ones, which cannot speak for all
+        parts.append(f"in {len(models)} real models")
     return ", ".join(parts)
 
 

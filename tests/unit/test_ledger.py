@@ -467,6 +467,7 @@ def test_the_ledger_on_the_records():
     ledger = su.claims("laptop").set_index("id")
     assert ledger.loc["key_biases", "verdict"] == "reproduced"
     assert su.verdict("key_biases") == "reproduced (6 hold)"
+    assert su.verdict("universal") == "reproduced (2 hold, in 2 real models)"
     assert su.verdict("activations_make_sinks") == "partly (1 holds, 2 fail, 6 open)"
     assert su.verdict("bias_activations") == "inconclusive (2 hold, a premise is open)"
     assert su.verdict("proposition_1") == "by mathematics"
