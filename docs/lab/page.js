@@ -5,7 +5,7 @@ const DATA = JSON.parse($("data").textContent);
 const NAMES = [...Object.keys(DATA.models), ...Object.keys(DATA.real)];
 const TOKENIZER = makeTokenizer(DATA.tokenizer.vocabulary, DATA.tokenizer.merges);
 const UNTOUCHED = { drop: 0, hide: 0, flat: 0, place: 1, element: 1 }; // no operation
-const FIRST = { model: NAMES[0], step: 12000, head: 12, text: DATA.samples[0], query: 12, bos: 0,
+const FIRST = { model: NAMES[0], step: 12000, head: 12, text: DATA.samples[0], query: 13, bos: 0,
   threshold: 0.3, tour: 0, ...UNTOUCHED }; // heads, queries and places count from 1
 const LIMITS = { step: [0, 1e6], head: [1, 1000], query: [1, CONTEXT], place: [1, CONTEXT],
   element: [0, 1], threshold: [0.05, 0.95], tour: [0, DATA.tour.length],
@@ -65,10 +65,12 @@ async function pass(name, tokens, { place, drop, hide, element, flat }) {
   const result = await answered;
   waiting.delete(number);
   const labels = ids.map(TOKENIZER.label);
-  const shareIn = (head) => (i, j) => result.maps[(head * T + i) * T + j];
+  // The weights themselves: where a query spends 1, they are its shares.
+  const weightIn = (head) => (i, j) =>
+    result.spent[head * T + i] * result.maps[(head * T + i) * T + j];
   // The place of each token in the text, so that losses can be compared wherever <fix> (-1) stands.
   const places = arrange([...tokens.keys()], at, -1).slice(drop);
-  return { ...result, sink, labels, shareIn, places };
+  return { ...result, sink, labels, weightIn, places };
 }
 
 // The same of a real model, of which only maps of the sentences were stored.
@@ -79,8 +81,8 @@ async function mapsOf(name) {
   real.shades ??= new Uint8Array(await inflate(real.packed)); // of all its maps
   const size = ({ labels: { length: T } }) => T * (T + 1) / 2; // a causal map's
   const before = texts.slice(0, which).reduce((sum, text) => sum + alpha.length * size(text), 0);
-  const shareIn = (head) => stored(real.shades, before + head * size(texts[which]));
-  return { labels, alpha, sink: 0, shareIn };
+  const weightIn = (head) => stored(real.shades, before + head * size(texts[which]));
+  return { labels, alpha, sink: 0, weightIn };
 }
 
 // ---- the model as it is operated on and as it was trained, and then the others beside it
@@ -145,10 +147,11 @@ function show() {
   document.body.classList.toggle("is-live", isLive());
   document.body.classList.toggle("is-operated", operated());
   document.body.classList.toggle("has-own-key", Boolean(configOf().star));
+  document.body.classList.toggle("is-sigmoid", Boolean(configOf().sigmoid));
   $("about-model").textContent = DATA.words[state.model].about;
+  const before = `; before, ${above(trained.alpha)} to “${trained.labels[trained.sink]}”`;
   $("summary").textContent = `${above(alpha)} of ${alpha.length} heads give “${labels[sink]}” `
-    + `more than ${state.threshold.toFixed(2)} of their attention`
-    + (operated() ? ` (${above(trained.alpha)} before).` : ".");
+    + `more than ${state.threshold.toFixed(2)} of their attention${operated() ? before : ""}.`;
   showNumbers();
   showControls();
   if (!$("map").clientWidth) return; // behind the curtain
@@ -161,6 +164,7 @@ function showNumbers() {
   const rows = [["attention, mean of all heads", ({ alpha }) => mean(alpha)],
     ["even attention", ({ labels, sink }) => evenShare(labels.length, sink)]];
   if (configOf().star) rows.push(["to the own key", (one) => mean(starOf(one))]);
+  if (configOf().sigmoid) rows.push(["what a query spends", ({ spent }) => mean(spent)]);
   if (isLive()) rows.push(["loss, nats a token", lossOf]);
   $("numbers").replaceChildren(...rows.map(([name, value]) => {
     const before = operated() ? `${value(trained).toFixed(2)} before` : "";
@@ -180,22 +184,18 @@ function showHeads() {
 }
 
 function showMap() {
-  const { labels, alpha, stars, spent, losses, shareIn, sink } = results.edited, holder = $("map");
+  const { labels, alpha, stars, spent, weightIn, sink } = results.edited, holder = $("map");
   const head = state.head - 1, query = state.query - 1, at = head * labels.length;
   const steps = isLive() ? `, ${stepOf(state.model).toLocaleString("en")} steps` : "";
-  const view = { labels, share: shareIn(head), query, sink, width: holder.clientWidth,
+  const view = { labels, share: weightIn(head), query, sink, width: holder.clientWidth,
     title: `${DATA.words[state.model].title}${steps}\n${nameOf(head, configOf().H, alpha)}`,
     starAt: configOf().star && ((i) => stars[at + i]) };
   const row = drawMap(holder, view);
   holder.onpointermove = (event) => {
     if (row(event) !== query) look({ query: row(event) + 1 });
   };
-  const sum = configOf().sigmoid && spent[at + query].toFixed(2);
-  $("looks").textContent = looksAt(view)
-    + (sum ? ` These are shares of the ${sum} that it spends.` : "");
-  const loss = losses?.[query]?.toFixed(2);
-  $("next").textContent =
-    loss ? `The loss of the next token, “${labels[query + 1]}”, is ${loss} nats.` : "";
+  const sum = configOf().sigmoid ? ` In all it spends ${spent[at + query].toFixed(2)}.` : "";
+  $("looks").textContent = looksAt(view) + sum;
 }
 
 // A model's card, with all its heads as a square of cells, a row a block.
@@ -203,11 +203,11 @@ function showCard(name) {
   if (!results.byName[name]) return; // not yet
   const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
   const [holder, , words] = $(`model-${name}`).children;
-  words.textContent = `${above(alpha)} of ${alpha.length} heads`
-    + (name in DATA.models ? "" : " (short text)");
+  words.textContent = `${above(alpha)} of ${alpha.length}`
+    + (name in DATA.models ? " heads" : " (short text)");
   const svg = picture(holder, H * 10, rows * 10, "");
   svg.setAttribute("preserveAspectRatio", "none");
-  squares(svg, rows, H, 10, (row, column) => alpha[row * H + column]);
+  squares(svg, rows, H, 10, (row, column) => alpha[row * H + column] ** 2); // its shades are roots
 }
 
 function showControls() {
@@ -218,8 +218,7 @@ function showControls() {
   set("query", { max: labels.length, value: state.query },
     `${state.query}, “${labels[state.query - 1]}”`);
   set("threshold", { value: state.threshold }, state.threshold.toFixed(2));
-  set("element", { value: state.element },
-    state.element === 1 ? "1.00 (as it is)" : state.element.toFixed(2));
+  set("element", { value: state.element }, state.element.toFixed(2));
   for (const name of NAMES) $(`model-${name}`).ariaPressed = name === state.model;
   $("sample").value = state.text;
   $("sample").children[0].disabled = $("text").readOnly = !isLive();
@@ -242,8 +241,8 @@ function set(id, values, words) {
 
 function buildControls() {
   for (const model of NAMES) {
-    const { title, bos = 0, head } = DATA.words[model];
-    const onclick = () => change({ model, bos, head: head ?? state.head });
+    const { title, head, bos = 0 } = DATA.words[model];
+    const onclick = () => change({ model, head, bos });
     const cells = make("span", { className: "figure", ariaHidden: true });
     $("models").append(make("button", { type: "button", id: `model-${model}`, onclick },
       cells, make("strong", {}, title), make("output", {})));
@@ -273,6 +272,11 @@ function buildControls() {
   $("match").onclick = () => put([0, -3, 3, -2.5, -3]);
   $("nothing").click();
   addEventListener("resize", show);
+  // Notebooks are pages in the book, and files where this page is opened as one of the repository.
+  const inBook = location.protocol !== "file:" || location.pathname.includes("/book/");
+  addEventListener("click", ({ target }) => {
+    if (inBook && target.href) target.href = target.href.replace(/\.ipynb$/, ".html");
+  });
 }
 
 // From the first checkpoint to the last.

@@ -2,10 +2,7 @@
 
 const stepNow = () => DATA.tour[state.tour - 1];
 
-// A guess or an answer: a head's share of attention, or so many of all `heads`.
-const inWords = (value) =>
-  (stepNow().heads ? `${value} of ${stepNow().heads} heads` : value.toFixed(2));
-
+// A head's share of attention, or how many of all `heads` are above the threshold.
 const answer = ({ alpha }) => (stepNow().heads ? above(alpha) : alpha[state.head - 1]);
 
 function showTour() {
@@ -18,13 +15,20 @@ function showTour() {
   $("question").textContent = step.question;
   $("verdict").textContent = "";
   $("tour-play").hidden = !step.play;
+  $("tour-back").hidden = state.tour === 1;
+  $("tour-end").hidden = state.tour === length;
   $("tour-next").textContent = state.tour < length ? "Next" : "To the lab";
   const most = step.heads ?? 1;
   Object.assign($("guess"), { max: most, step: step.heads ? 1 : 0.01, value: most / 2 });
-  showGuess();
+  $("reveal").disabled = true;
+  set("guess", {}, "Move the slider to your guess.");
 }
 
-const showGuess = () => set("guess", {}, inWords(Number($("guess").value)));
+function guess() {
+  const { heads } = stepNow(), { value } = $("guess");
+  $("reveal").disabled = false;
+  set("guess", {}, heads ? `${value} of ${heads} heads` : Number(value).toFixed(2));
+}
 
 function curtain(closed) {
   document.body.classList.toggle("guessing", closed);
@@ -32,13 +36,12 @@ function curtain(closed) {
 }
 
 function goTo(number) {
-  Object.assign(state, UNTOUCHED, { tour: number, threshold: FIRST.threshold });
-  const { text, query } = FIRST;
-  if (stepNow()) Object.assign(state, { text, query, bos: 0 }, stepNow().state);
+  Object.assign(state, FIRST, { tour: number });
+  Object.assign(state, stepNow()?.state);
   showTour();
   compute();
-  document.body.scrollIntoView();
   $(number ? "guess" : "tour-start").focus();
+  scrollTo(0, 0);
 }
 
 async function reveal(event) {
@@ -46,10 +49,12 @@ async function reveal(event) {
   await compute();
   curtain(false);
   show();
-  const guess = inWords(Number($("guess").value)), found = inWords(answer(results.edited));
-  const verdict = make("strong", {}, `You guessed ${guess}, and it is ${found}. `);
-  $("verdict").replaceChildren(verdict, stepNow().after);
+  const { heads, after } = stepNow(), found = answer(results.edited);
+  const answered = heads ? `${found} of ${heads}` : found.toFixed(2);
+  const verdict = make("strong", {}, `You guessed ${$("guess").value}, and it is ${answered}. `);
+  $("verdict").replaceChildren(verdict, make("span", { innerHTML: after }));
   $("tour-next").focus();
+  scrollTo(0, 0); // on a phone the picture is now below the verdict
 }
 
 function start() {
@@ -57,7 +62,7 @@ function start() {
   startWorker();
   buildControls();
   $("tour-form").onsubmit = reveal;
-  $("guess").oninput = showGuess;
+  $("guess").oninput = guess;
   $("tour-start").onclick = () => goTo(1);
   $("tour-next").onclick = () => goTo((state.tour + 1) % (DATA.tour.length + 1));
   $("tour-back").onclick = () => goTo(state.tour - 1);

@@ -70,9 +70,9 @@ const nameOf = (head, H, alpha, block = 1 + Math.floor(head / H)) =>
 
 // One head's map: a row a query, a column a key. Returns which query stands at a point of it.
 function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 }) {
-  const T = labels.length, side = Math.max(10, Math.min(24, (width - 100) / (T + 1)));
+  const T = labels.length, side = Math.max(9.5, Math.min(24, (width - 100) / (T + 1)));
   const size = Math.min(12, 0.9 * side), font = { "font-size": size, "font-family": MONO };
-  const longest = Math.max(...labels.map((label) => short(label).length));
+  const longest = Math.max(...[...labels, "own key"].map((label) => short(label).length));
   const room = Math.ceil(longest * size * 0.62) + 8, top = room + 44; // for the labels
   const left = room + (starAt ? side + 8 : 0);
   const svg = picture(holder, Math.max(left + T * side + 4, 280), top + T * side + 4, title);

@@ -29,8 +29,8 @@ function makeToy(table, { names, low, high, values }) {
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
   sliders.forEach((slider) => { slider.style.width = "min(120px, 15vw)"; });
   const spent = outputs(), lengths = outputs();
-  addRow("spent on the other keys", "", "", ...spent);
-  if (values) addRow("length of the output", "", "", ...lengths);
+  addRow("spent on the other keys", ...spent).cells[0].colSpan = 3;
+  if (values) addRow("length of the output", ...lengths).cells[0].colSpan = 3;
 
   // How long the output is: the sum of all values, each times its weight.
   const lengthOf = (weights) => Math.hypot(

@@ -1,5 +1,6 @@
 """What people with a model of their own use: the callback for a trainer, two models compared, docs/measuring.md."""
 
+import json
 import logging
 import re
 
@@ -13,7 +14,8 @@ from scipy import stats
 from small_models import build
 
 import sinkutils as su
-from sinkutils.paths import ROOT
+from sinkutils.measuring.report import excess, uniform_alpha
+from sinkutils.paths import OPEN_LMS, PAPER, ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 PAGES = ("README.md", "docs/measuring.md", "docs/all_on_the_first_token.md")
@@ -90,6 +92,31 @@ def test_reports_that_are_not_of_the_same_texts_are_not_compared():
     refuses("alpha_3 was not measured", su.compare, report, report, k=3)
 
 
+def test_the_numbers_to_compare_with_are_those_of_the_records_and_of_the_paper():
+    curves = su.curves("laptop").query("experiment == 'fixed_1'").groupby("step")
+    ours = curves[["sink_1", "excess_1"]].mean()
+    before, after = ours.iloc[0], ours.iloc[-1]
+    paper = pd.read_csv(PAPER / "open_lms.csv").query("item == 'Table 1 left'")
+    paper = paper[paper.input == "natural"].set_index("model").sink_1
+    small = pd.read_csv(PAPER / "pretraining.csv").query("experiment == 'base'").sink_1.iloc[0]
+    rows = [
+        f"| our baseline before its first step | {before.sink_1:.0f} % | {before.excess_1:.2f} |",
+        f"| the paper's model of 60M parameters | {small:.0f} % | |",
+        f"one fixed token first | {after.sink_1:.0f} % | {after.excess_1:.2f} |",
+        f"| GPT2-XL, by the paper | {paper['GPT2-XL']:.0f} % | |",
+        f"| LLaMA3-8B, by the paper | {paper['LLaMA3-8B Base']:.0f} % | |",
+    ]
+    for name, start, words in (
+        ("smollm2", "text", "SmolLM2"),
+        ("gemma-3-270m", "BOS", "Gemma 3 270M, behind its BOS"),
+    ):
+        stored = json.loads((OPEN_LMS / f"{name}.json").read_text())
+        report = stored["probes"]["natural"][start]
+        extra = excess(np.mean(report["alpha"][0]), uniform_alpha(report["T"]))
+        rows.append(f"| {words} | {report['sink']['1']['0.3']:.0f} % | {extra:.2f} |")
+    assert [row for row in rows if row not in DOCS[0]] == []
+
+
 @pytest.mark.slow
 def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -103,9 +130,9 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     for step in (500, 1000, 1500):
         for part in ("model", "tokenizer"):
             known[part].save_pretrained(f"run/checkpoint-{step}")
-    smol = {"smollm2": (known["model"], tokenizer)}
+    stand_ins = dict.fromkeys(("smollm2", "gemma-3-270m"), (known["model"], tokenizer))
     monkeypatch.setattr(
-        su, "load_lm", lambda name, device=None: smol.get(name) or load(name, device)
+        su, "load_lm", lambda name, device=None: stand_ins.get(name) or load(name, device)
     )
     for code in re.findall(r"```python\n(.*?)```", README + "".join(DOCS), flags=re.DOTALL):
         exec(code, known)

@@ -178,6 +178,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"In the paper it is {sigmoid:.1f} % and {normalised:.1f} %",
         f"any first token, in {any_token.sink_1:.0f} % of the pairs",
         f"takes only {gpu.sink_star.k_bias:.0f} % there",
+        f"the key takes only {gpu.sink_star.k_bias:.0f} %: [below]",
         f"This key becomes the sink in {mean.sink_star.k_bias:.1f} % of the pairs",
         f"The first token, which was the sink in {mean.sink_1.fixed_1:.1f} %, keeps none",
         f"then {mean.sink_1.sigmoid:.1f} % of the pairs have a sink",
