@@ -29,7 +29,7 @@ from sinkutils.study.store import Runs
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 BLOCK = re.compile(r"(.*?)(\d+)\.")  # in the name of a weight, "model.layers.3.": list and number
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
-# Said of files that transformers 5 wrote, to who has 4: of their rotary base it would read nothing.
+# transformers 4 does not find the rotary base where 5 writes it, and would take its own default.
 NEWER = "was saved by a later transformers, whose files this one reads wrongly: update transformers"
 
 
@@ -220,8 +220,8 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
 
     Unused ones of another head, or of layers that predict further tokens (MTP), are a warning.
     """
-    saved = getattr(model.config, "transformers_version", None) or "0"
-    if int(saved.partition(".")[0]) > int(version("transformers").partition(".")[0]):
+    saved = re.match(r"\d+", str(getattr(model.config, "transformers_version", "")))
+    if saved and int(saved[0]) > int(version("transformers").partition(".")[0]):
         raise ModelUnavailable(f"{name!r} {NEWER}")
     message = f"the weights of {name!r} are not those of its config.json: "
     mismatched = sorted(info.get("mismatched_keys", ()))
