@@ -9,8 +9,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
-from sinkutils.data.corpus import Corpus, load_corpus, public_name
+from sinkutils.data.corpus import Corpus, Identity, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
@@ -98,21 +98,28 @@ def train(
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
         compile = wanted and target.type == "cpu" and compiles()
-    start = None
+    start: Record | None = None
     if isinstance(config, FinetuneConfig):
-        pretrain = partial(
-            train,
-            runs=runs,
-            device=device,
-            corpus=None if corpus is None else text,
-            keep_weights=True,
-            compile=compile,
-            graph=graph,
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
-            group=group,
+        before = grid.config(config.start, config.preset, config.seed)
+        start = group.once(_start_of, store, before, text.identity)
+        if start is None:
+            start = train(
+                before,
+                runs,
+                device=device,
+                corpus=None if corpus is None else text,
+                keep_weights=True,
+                compile=compile,
+                graph=graph,
+                checkpoint_seconds=checkpoint_seconds,
+                progress=progress,
+                group=group,
+            )
+        require(
+            start.status == "done",
+            f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
+            f"and that run failed to train ({start.reason})",
         )
-        start = _start_of(config, store, text, group, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, run_folder.lock())
@@ -128,10 +135,10 @@ def train(
             run.graph = GraphedStep(run)
         forward = torch.compile(run.loss) if compile else run.loss
         conditions = conditions_of(run, compile, graph)
+        if run.parts[-1:] != [conditions]:  # a run may go on on another machine
+            run.parts.append(conditions)
         checkpoint = run_folder.checkpoint
-        reason, report = to_its_end(
-            run, forward, conditions, progress, checkpoint, checkpoint_seconds
-        )
+        reason, report = to_its_end(run, forward, progress, checkpoint, checkpoint_seconds)
         return save_run(run, run_folder.folder, reason, report, keep_weights)
 
 
@@ -174,43 +181,29 @@ def _check_text(corpus: Corpus, run_folder: RunFolder, own_folder: RunFolder) ->
         )
 
 
-def _start_of(
-    config: FinetuneConfig,
-    store: Runs,
-    text: Corpus,
-    group: Group,
-    pretrain: Callable[[RunConfig], Record],
-) -> Record:
-    """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
-    before = grid.config(config.start, config.preset, config.seed)
-    start = group.once(
-        lambda: store.of(before, text.identity).record() or store.of(before).record()
-    )
-    if start is None or (start.status == "done" and start.weights is None):
-        start = pretrain(before)
-    require(
-        start.status == "done",
-        f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
-        f"and that run failed to train ({start.reason})",
-    )
-    return start
+def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None:
+    """The record that a fine-tuning starts from; None where it is yet to be trained.
+
+    before: its config. corpus: its text, if there is a record on that; else the config's own.
+    """
+    record = store.of(before, corpus).record() or store.of(before).record()
+    if record is not None and record.status == "done" and record.weights is None:
+        return None
+    return record
 
 
 def to_its_end(
     run: Run,
     forward: Any,
-    conditions: Json,
     progress: bool,
     checkpoint: Path,
     checkpoint_seconds: float,
 ) -> tuple[str | None, Report | None]:
     """Train a run; returns why it failed, or None, and the report of its last evaluation.
 
-    forward: the loss, compiled or not. conditions: what `conditions_of` says. checkpoint: where it keeps its state.
+    forward: the loss, compiled or not. checkpoint: where it keeps its state.
     """
     train = run.config.train
-    if run.parts[-1:] != [conditions]:
-        run.parts.append(conditions)
     if not run.curve:  # what position terms and biases do by themselves, without a step
         run.evaluate([])
     saved = time.monotonic()
@@ -299,7 +292,7 @@ def compiles() -> bool:
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
-    state: Json = {"of": identity(run), "model": run.model.state_dict()}
+    state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
     state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
     for name in run.PROGRESS:
         state[name] = getattr(run, name)
@@ -330,7 +323,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
         setattr(run, name, state[name])
 
 
-def identity(run: Run) -> list[Any]:
+def checkpoint_key(run: Run) -> list[Any]:
     """What a checkpoint has to be of: the config, and the text and whatever a run starts from."""
     return [CHECKPOINT, config_hash(run.config), run.fingerprint]
 
@@ -349,7 +342,7 @@ def _state_of(run: Run, path: Path) -> Json:
         return {}
     try:
         state = read_checkpoint(path)
-        if state["of"] == identity(run):
+        if state["of"] == checkpoint_key(run):
             return state
         reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
     except CorruptRecord as error:
