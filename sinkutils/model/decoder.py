@@ -31,7 +31,6 @@ VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is no
 GATE_RANK = 16
 Tables = dict[str, Tensor]  # of positions, by name: see `position_tables`
 
-
 # Table 11. Those that end in "glu" are gated; the others keep the width, so have fewer parameters.
 FFNS: dict[str, Map] = {
     "relu": F.relu,

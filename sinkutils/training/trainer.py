@@ -21,6 +21,7 @@ from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
 from sinkutils.data.corpus import Corpus, Identity, load_corpus, public_name
 from sinkutils.measuring.report import Report
+from sinkutils.paths import replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
 from sinkutils.study.experiments import PRESETS
@@ -29,10 +30,7 @@ from sinkutils.study.record import (
     CorruptRecord,
     Record,
     config_hash,
-    not_saved,
-    sync_folder,
     write_record,
-    write_synced,
 )
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.finetune import FinetuneRun
@@ -203,13 +201,13 @@ def to_its_end(
 
     forward: the loss, compiled or not. checkpoint: where it keeps its state.
     """
-    train = run.config.train
+    schedule = run.config.train
     if not run.curve:  # what position terms and biases do by themselves, without a step
         run.evaluate([])
     saved = time.monotonic()
     began = saved - run.seconds
     bar = tqdm(
-        total=train.steps,
+        total=schedule.steps,
         initial=run.step,
         desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
@@ -221,8 +219,8 @@ def to_its_end(
         while True:
             run.advance(forward)
             bar.update()
-            ended = run.step == train.steps
-            if run.step % train.eval_every and not ended:
+            ended = run.step == schedule.steps
+            if run.step % schedule.eval_every and not ended:
                 continue
             reason, report = evaluated(run)
             run.seconds = time.monotonic() - began
@@ -299,14 +297,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     data = file.getvalue()
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write_synced(temporary, hashlib.sha256(data).digest() + data)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise not_saved(path.name, error) from error
-    sync_folder(path.parent)
+    replace_file(path, hashlib.sha256(data).digest() + data)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from sinkutils.measuring import families as rules
+from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.paths import ROOT
 
