@@ -1,6 +1,7 @@
 """The book: README and the notebooks as they were committed, nothing executed. Built by `make book`."""
 
 project = "When attention sink emerges"
+author = "The sinkutils authors"
 extensions = ["myst_nb", "sphinx_external_toc", "sphinx-mathjax-offline"]
 external_toc_path = "docs/toc.yml"
 include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "notebooks/appendix/*.ipynb"]
@@ -8,6 +9,7 @@ exclude_patterns = [".*", "book", "build", "data"]  # not looked through: they a
 
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"  # tables: those of the ledger at the end of each page
 myst_enable_extensions = ["dollarmath", "html_image", "attrs_inline"]
 myst_heading_anchors = 3
 

@@ -10,7 +10,8 @@ BOOK = ROOT / "book" / "html"
 SOURCES = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
 TEXTS = [path.relative_to(ROOT).with_suffix("") for path in SOURCES]
 PAGES = [BOOK / f"{name}.html" for name in ("index", "search", *TEXTS)]
-PAGES += [BOOK / "notebooks" / f"{path.stem}.html" for path in NOTEBOOKS]
+SOURCES_OF_PAGES = (*NOTEBOOKS, *sorted((ROOT / "notebooks" / "appendix").glob("*.ipynb")))
+PAGES += [BOOK / path.relative_to(ROOT).with_suffix(".html") for path in SOURCES_OF_PAGES]
 SIZES = {"desk": (1280, 1000), "phone": (390, 844)}  # a window's width and height
 no_book = pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")
 pytestmark = [needs_chromium, no_book]
@@ -30,7 +31,8 @@ loaded.then(drawn).then(() => document.fonts.ready).then(pause).then(() => done(
     misread: all("mjx-merror, .problematic").map((element) => element.textContent),
     fonts: [...document.fonts].filter((font) => font.status == "error").map((font) => font.family),
     overflow: Math.max(0, document.documentElement.scrollWidth - window.innerWidth),
-    still: all("figure script").filter((script) => !script.parentElement.querySelector("svg")).length,
+    unmade: all("article p").filter((text) => text.textContent.includes("|---|")).map((text) => text.textContent),
+    still: all("figure script").filter((script) => !script.parentElement.querySelector("svg, input")).length,
 }));
 """
 
@@ -53,10 +55,10 @@ def pages(request):
     return seen
 
 
-@pytest.mark.parametrize("wrong", ["errors", "misread", "fonts", "overflow", "mute", "still"])
+@pytest.mark.parametrize("wrong", ["errors", "misread", "fonts", "overflow", "mute", "unmade", "still"])
 def test_no_page_has(wrong, pages):
-    """Errors in its console, formulas or fonts that fail, more width than the window, an image without words for it, or
-    a picture that its script did not bring to life.
+    """Errors in its console, formulas or fonts that fail, more width than the window, an image without words for it, a
+    table left as Markdown, or a picture that its script did not bring to life.
     """
     assert {path.name: page[wrong] for path, page in pages.items() if page[wrong]} == {}
 
@@ -91,22 +93,25 @@ def test_every_link_inside_the_book_leads_somewhere(pages):
 
 
 PLAY = """
-const done = arguments[0];
-Promise.all([...document.querySelectorAll("figure .controls")].map(async (controls) => {
-    const svg = controls.parentElement.querySelector("svg"), before = svg.innerHTML, changed = [];
-    for (const input of controls.querySelectorAll("input")) {
-        const start = svg.innerHTML;
+const done = arguments[0], pause = () => new Promise((wake) => setTimeout(wake, 400));
+const figures = [...document.querySelectorAll("figure")].filter((figure) => figure.querySelector("input"));
+Promise.all(figures.map(async (figure) => {
+    const changed = [];
+    for (const input of figure.querySelectorAll("input")) {
+        const before = figure.innerHTML;
         input.value = input.value === input.min ? input.max : input.min;
-        input.dispatchEvent(new Event("input"));
-        changed.push(svg.innerHTML !== start);
+        input.dispatchEvent(new Event("input", {bubbles: true}));
+        await pause();
+        changed.push(figure.innerHTML !== before);
     }
-    for (const button of controls.querySelectorAll("button")) {
+    for (const button of figure.querySelectorAll("button")) {
+        const before = figure.innerHTML;
         button.click();
-        await new Promise((wake) => setTimeout(wake, 400));
-        changed.push(svg.innerHTML !== before);
+        await pause();
+        changed.push(figure.innerHTML !== before);
     }
     return changed;
-})).then(done);
+})).then(done, (error) => done(String(error)));
 """
 
 
@@ -114,7 +119,7 @@ def test_every_slider_and_button_of_the_first_notebook_moves_its_picture():
     with chromium() as driver:
         driver.get((BOOK / "notebooks" / "00_quickstart.html").as_uri())
         driver.implicitly_wait(2)
-        driver.find_elements("css selector", "figure .controls")
+        driver.find_elements("css selector", "figure input")
         moved = driver.execute_async_script(PLAY)
         assert console_errors(driver) == []
     assert len(moved) == 3
