@@ -55,7 +55,9 @@ def pages(request):
     return seen
 
 
-@pytest.mark.parametrize("wrong", ["errors", "misread", "fonts", "overflow", "mute", "unmade", "still"])
+@pytest.mark.parametrize(
+    "wrong", ["errors", "misread", "fonts", "overflow", "mute", "unmade", "still"]
+)
 def test_no_page_has(wrong, pages):
     """Errors in its console, formulas or fonts that fail, more width than the window, an image without words for it, a
     table left as Markdown, or a picture that its script did not bring to life.
