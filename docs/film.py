@@ -32,9 +32,9 @@ const element = (tag, html = "") => Object.assign(document.createElement(tag), {
 DATA.steps.forEach((step, time) => {{
   const frame = element("section"), [left, right] = [element("div"), element("div")];
   frame.append(element("h1", `training step ${{step.toLocaleString("en")}}`));
-  frame.append(element("h2", "softmax attention: share to<br>"
+  frame.append(element("h2", "softmax: attention to<br>"
     + `<span style="color:${{DATA.colors.first}}">● the first token</span>`));
-  frame.append(element("h2", "each head has a key of its own: share to<br>"
+  frame.append(element("h2", "one more key per head: attention to<br>"
     + `<span style="color:${{DATA.colors.first}}">● the first token</span> `
     + `<span style="color:${{DATA.colors.star}}">◆ the key of its own</span>`));
   frame.append(left, right);

@@ -6,7 +6,7 @@ const NAMES = [...Object.keys(DATA.models), ...Object.keys(DATA.real)];
 const TOKENIZER = makeTokenizer(DATA.tokenizer.vocabulary, DATA.tokenizer.merges);
 const UNTOUCHED = { drop: 0, hide: 0, flat: 0, place: 1, element: 1 }; // no operation
 const FIRST = { model: NAMES[0], step: 12000, head: 12, text: DATA.samples[0], query: 13, bos: 0,
-  threshold: 0.3, tour: 0, ...UNTOUCHED }; // heads, queries and places count from 1
+  threshold: null, tour: 0, ...UNTOUCHED }; // heads, queries and places count from 1
 const LIMITS = { step: [0, 1e6], head: [1, 1000], query: [1, CONTEXT], place: [1, CONTEXT],
   element: [0, 1], threshold: [0.05, 0.95], tour: [0, DATA.tour.length],
   drop: [0, 1], hide: [0, 1], flat: [0, 1], bos: [0, 1] };
@@ -16,10 +16,24 @@ const isLive = () => state.model in DATA.models; // it computes; of the real mod
 const configOf = (name = state.model) => DATA.models[name]?.config ?? DATA.real[name];
 const stepsOf = (name) => Object.keys(DATA.models[name].sets).map(Number);
 const stepOf = (name) => stepsOf(name).findLast((step) => step <= state.step) ?? 0;
-const operated = () =>
-  isLive() && Object.keys(UNTOUCHED).some((name) => state[name] !== UNTOUCHED[name]);
+// Until one drags it, the paper's; of a model that reads only short texts a higher one.
+const thresholdOf = (name = state.model) => state.threshold ?? DATA.words[name].threshold ?? 0.3;
+
+// The operations that are on, in words.
+const operations = () => (!isLive() ? [] : [
+  state.drop && "the first token is dropped", state.hide && "the first token is hidden",
+  state.flat && "the mean query is subtracted",
+  configOf().fixed && state.place > 1 && `<fix> is in place ${state.place}`,
+  state.element < 1 && `the largest number is multiplied by ${state.element.toFixed(2)}`,
+].filter(Boolean));
+const operated = () => operations().length > 0;
+
+// A visitor who came by no link sees no answers of the tour before the tour.
+const isFresh = () => document.body.classList.contains("fresh");
+const setFresh = (fresh) => document.body.classList.toggle("fresh", fresh);
 
 function writeAddress() {
+  if (isFresh()) return;
   const text = state.text.replace(/[\ud800-\udfff]/gu, "\ufffd"); // lone surrogates
   const parts = new URLSearchParams({ model: state.model, head: state.head, text });
   for (const name of Object.keys(LIMITS)) {
@@ -114,11 +128,13 @@ async function compute() {
 
 // A change of what is computed, and one of what is shown of it.
 function change(values) {
+  setFresh(false);
   Object.assign(state, values);
   return compute();
 }
 
 function look(values) {
+  setFresh(false);
   Object.assign(state, values);
   writeAddress();
   show();
@@ -128,7 +144,8 @@ function look(values) {
 // ---- numbers
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const above = (alpha) => alpha.filter((share) => share > state.threshold).length;
+const above = (alpha, threshold = thresholdOf()) =>
+  alpha.filter((share) => share > threshold).length;
 const starOf = ({ stars, labels: { length: T }, alpha }) =>
   alpha.map((_, head) => mean(stars.subarray(head * T, (head + 1) * T)));
 
@@ -149,9 +166,14 @@ function show() {
   document.body.classList.toggle("has-own-key", Boolean(configOf().star));
   document.body.classList.toggle("is-sigmoid", Boolean(configOf().sigmoid));
   $("about-model").textContent = DATA.words[state.model].about;
-  const before = `; before, ${above(trained.alpha)} to “${trained.labels[trained.sink]}”`;
-  $("summary").textContent = `${above(alpha)} of ${alpha.length} heads give “${labels[sink]}” `
-    + `more than ${state.threshold.toFixed(2)} of their attention${operated() ? before : ""}.`;
+  const another = trained.labels[trained.sink];
+  const whom = another === labels[sink] ? "" : ` to “${another}”`; // after a drop
+  const before = operated() ? ` (${above(trained.alpha)}${whom} before)` : "";
+  const count = `${above(alpha)} of ${alpha.length} heads`;
+  $("summary").textContent = `${count} give “${labels[sink]}” `
+    + `more than ${thresholdOf().toFixed(2)} of their attention${before}.`;
+  $("operated").textContent =
+    `An operation is on: ${operations().join(", ")}. ${count}${before}.`;
   showNumbers();
   showControls();
   if (!$("map").clientWidth) return; // behind the curtain
@@ -165,7 +187,8 @@ function showNumbers() {
     ["even attention", ({ labels, sink }) => evenShare(labels.length, sink)]];
   if (configOf().star) rows.push(["to the own key", (one) => mean(starOf(one))]);
   if (configOf().sigmoid) rows.push(["what a query spends", ({ spent }) => mean(spent)]);
-  if (isLive()) rows.push(["loss, nats a token", lossOf]);
+  const both = operated() ? " (on the tokens predicted in both)" : "";
+  if (isLive()) rows.push([`loss, nats a token${both}`, lossOf]);
   $("numbers").replaceChildren(...rows.map(([name, value]) => {
     const before = operated() ? `${value(trained).toFixed(2)} before` : "";
     return make("tr", {}, make("th", {}, name), make("td", {}, value(edited).toFixed(2)),
@@ -177,7 +200,7 @@ function showHeads() {
   const { edited, trained } = results, holder = $("heads");
   const headAt = drawHeads(holder, { ...configOf(), ...edited, head: state.head - 1,
     star: configOf().star && starOf(edited), rings: operated() ? trained.alpha : null,
-    threshold: state.threshold, T: edited.labels.length, width: holder.clientWidth });
+    threshold: thresholdOf(), T: edited.labels.length, width: holder.clientWidth });
   holder.onclick = (event) => {
     if (headAt(event) >= 0) look({ head: headAt(event) + 1 });
   };
@@ -187,8 +210,10 @@ function showMap() {
   const { labels, alpha, stars, spent, weightIn, sink } = results.edited, holder = $("map");
   const head = state.head - 1, query = state.query - 1, at = head * labels.length;
   const steps = isLive() ? `, ${stepOf(state.model).toLocaleString("en")} steps` : "";
+  const [name] = nameOf(head, configOf().H, alpha).split(":");
+  const gives = `${name}: ${alpha[head].toFixed(2)} to “${labels[sink]}” (α₁)`;
   const view = { labels, share: weightIn(head), query, sink, width: holder.clientWidth,
-    title: `${DATA.words[state.model].title}${steps}\n${nameOf(head, configOf().H, alpha)}`,
+    title: `${DATA.words[state.model].title}${steps}\n${gives}`,
     starAt: configOf().star && ((i) => stars[at + i]) };
   const row = drawMap(holder, view);
   holder.onpointermove = (event) => {
@@ -203,8 +228,9 @@ function showCard(name) {
   if (!results.byName[name]) return; // not yet
   const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
   const [holder, , words] = $(`model-${name}`).children;
-  words.textContent = `${above(alpha)} of ${alpha.length}`
-    + (name in DATA.models ? " heads" : " (short text)");
+  const threshold = thresholdOf(name), live = name in DATA.models;
+  words.textContent = `${above(alpha, threshold)} of ${alpha.length} `
+    + (live ? "heads" : `above ${threshold.toFixed(2)} (short text)`);
   const svg = picture(holder, H * 10, rows * 10, "");
   svg.setAttribute("preserveAspectRatio", "none");
   squares(svg, rows, H, 10, (row, column) => alpha[row * H + column] ** 2); // its shades are roots
@@ -217,7 +243,7 @@ function showControls() {
   set("head", { max: alpha.length, value: state.head }, name);
   set("query", { max: labels.length, value: state.query },
     `${state.query}, “${labels[state.query - 1]}”`);
-  set("threshold", { value: state.threshold }, state.threshold.toFixed(2));
+  set("threshold", { value: thresholdOf() }, thresholdOf().toFixed(2));
   set("element", { value: state.element }, state.element.toFixed(2));
   for (const name of NAMES) $(`model-${name}`).ariaPressed = name === state.model;
   $("sample").value = state.text;
@@ -263,20 +289,38 @@ function buildControls() {
   for (const name of ["drop", "hide", "flat", "bos"]) {
     $(name).onchange = ({ target }) => change({ [name]: Number(target.checked) });
   }
-  $("undo").onclick = () => change(UNTOUCHED);
+  for (const button of document.querySelectorAll(".undo")) {
+    button.onclick = () => change(UNTOUCHED);
+  }
   for (const button of document.querySelectorAll(".play")) button.onclick = play;
+  $("now").append(...[...document.querySelectorAll("#try a")].map((link) => link.cloneNode(true)));
   $("save").onclick = saveMap;
-  const names = ["a key of its own", "key 1", "key 2", "key 3", "key 4"];
+  const names = ["k*", "k₁", "k₂", "k₃", "k₄"];
   const put = makeToy($("toy-table"), { names, low: -4, high: 4 });
   $("nothing").onclick = () => put([0, -3, -3.5, -2.5, -3]);
   $("match").onclick = () => put([0, -3, 3, -2.5, -3]);
   $("nothing").click();
   addEventListener("resize", show);
+  paint();
+  NIGHT.onchange = () => {
+    paint();
+    show();
+    NAMES.forEach(showCard);
+  };
   // Notebooks are pages in the book, and files where this page is opened as one of the repository.
   const inBook = location.protocol !== "file:" || location.pathname.includes("/book/");
   addEventListener("click", ({ target }) => {
     if (inBook && target.href) target.href = target.href.replace(/\.ipynb$/, ".html");
   });
+}
+
+// Pictures in the dark: the same palette from its other end, so that much attention is bright.
+const BY_DAY = { ...TONES }, SHADES = DATA.palette, NIGHT = matchMedia("(prefers-color-scheme: dark)");
+const BY_NIGHT = { ink: "#ececee", grey: "#a9a9b0", light: "#55565e", ground: "#222327" };
+
+function paint() {
+  Object.assign(TONES, NIGHT.matches ? BY_NIGHT : BY_DAY);
+  DATA.palette = NIGHT.matches ? SHADES.toReversed() : SHADES;
 }
 
 // From the first checkpoint to the last.

@@ -36,6 +36,7 @@ function curtain(closed) {
 }
 
 function goTo(number) {
+  setFresh(false);
   Object.assign(state, FIRST, { tour: number });
   Object.assign(state, stepNow()?.state);
   showTour();
@@ -64,7 +65,11 @@ function start() {
   $("tour-form").onsubmit = reveal;
   $("guess").oninput = guess;
   $("tour-start").onclick = () => goTo(1);
-  $("tour-next").onclick = () => goTo((state.tour + 1) % (DATA.tour.length + 1));
+  $("skip").onclick = () => goTo(0);
+  $("tour-next").onclick = () => {
+    $("tour-done").textContent = state.tour === DATA.tour.length ? "Tour done. " : "";
+    goTo((state.tour + 1) % (DATA.tour.length + 1));
+  };
   $("tour-back").onclick = () => goTo(state.tour - 1);
   $("tour-end").onclick = () => goTo(0);
   onhashchange = () => {
@@ -76,6 +81,7 @@ function start() {
 
 // Show what the address asks for.
 function openAddress() {
+  setFresh(!location.hash);
   readAddress();
   if (state.tour) return goTo(state.tour);
   showTour();

@@ -3,7 +3,8 @@
 // sink, green a key of a head's own, and all else is grey. DATA has the palette and the colours.
 // Tokens, heads and queries count from 0 here, from 1 in words.
 
-const INK = "#222222", GREY = "#707070", LIGHT = "#b8b8b8";
+// The lab has others where a page is dark.
+const TONES = { ink: "#222222", grey: "#707070", light: "#b8b8b8", ground: "#ffffff" };
 const SANS = "DejaVu Sans, Verdana, sans-serif", MONO = "DejaVu Sans Mono, monospace";
 
 function add(parent, tag, values = {}, words = "") {
@@ -25,15 +26,15 @@ const write = (svg, words, x, y, values) => add(svg, "text", { x, y, ...values }
 const box = (svg, x, y, width, height, values) =>
   add(svg, "rect", { x, y, width, height, ...values });
 const line = (svg, x1, y1, x2, y2, values) =>
-  add(svg, "line", { x1, y1, x2, y2, stroke: LIGHT, "stroke-width": 0.7, ...values });
+  add(svg, "line", { x1, y1, x2, y2, stroke: TONES.light, "stroke-width": 0.7, ...values });
 
 // An empty picture in place of what the holder has; `name` says in words what is seen.
 function picture(holder, width, height, name) {
   holder.replaceChildren();
   const svg = add(holder, "svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    "aria-label": name, fill: INK, direction: "ltr", "font-family": SANS, "font-size": 12 });
+    "aria-label": name, fill: TONES.ink, direction: "ltr", "font-family": SANS, "font-size": 12 });
   svg.style.display = "block";
-  box(svg, 0, 0, width, height, { fill: "#ffffff" });
+  box(svg, 0, 0, width, height, { fill: TONES.ground });
   return svg;
 }
 
@@ -44,7 +45,10 @@ function pointIn(svg, event) {
   return [(event.clientX - left) * scale, (event.clientY - top) * scale];
 }
 
-const short = (label) => label.replace(/^(.{9}).{2,}$/u, "$1…"); // at most ten letters
+function short(label, most) {
+  const letters = [...label];
+  return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : label;
+}
 
 // Squares, one path a shade: square roots of share(row, column), which is undefined where none is.
 function squares(parent, rows, columns, side, share) {
@@ -68,35 +72,57 @@ const stored = (shades, start) => (i, j) =>
 const nameOf = (head, H, alpha, block = 1 + Math.floor(head / H)) =>
   `Head ${head % H + 1} of block ${block}: α₁ = ${alpha[head].toFixed(2)}`;
 
+// Which shade is how much: shades are of square roots, and so the ticks stand at them.
+function drawScale(svg, x, y) {
+  const wide = 110, font = { "font-size": 10, fill: TONES.grey, "text-anchor": "middle" };
+  const step = wide / DATA.palette.length;
+  write(svg, "attention", x, y + 8, { ...font, "text-anchor": "start" });
+  DATA.palette.forEach((fill, i) => box(svg, x + i * step, y + 12, step + 0.3, 9, { fill }));
+  for (const share of [0, 0.1, 0.5, 1]) {
+    write(svg, share, x + wide * Math.sqrt(share), y + 31, font);
+  }
+}
+
 // One head's map: a row a query, a column a key. Returns which query stands at a point of it.
 function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 }) {
-  const T = labels.length, side = Math.max(9.5, Math.min(24, (width - 100) / (T + 1)));
-  const size = Math.min(12, 0.9 * side), font = { "font-size": size, "font-family": MONO };
-  const longest = Math.max(...[...labels, "own key"].map((label) => short(label).length));
-  const room = Math.ceil(longest * size * 0.62) + 8, top = room + 44; // for the labels
+  const T = labels.length, names = labels.map((label) => short(label, width < 400 ? 7 : 10));
+  const longest = Math.max(...[...names, "own key"].map((name) => name.length));
+  const columns = T + (starAt ? 2 : 0); // the own key's, and a gap
+  const side = Math.max(9.4, Math.min(24, (width - 7.5 * longest - 12) / columns));
+  const size = Math.max(10, Math.min(12, side)), font = { "font-size": size, "font-family": MONO };
+  const room = Math.ceil(longest * size * 0.62) + 8, top = room + 46; // for the labels
   const left = room + (starAt ? side + 8 : 0);
-  const svg = picture(holder, Math.max(left + T * side + 4, 280), top + T * side + 4, title);
+  const wide = Math.max(left + T * side + 4, 280);
+  const svg = picture(holder, wide, top + T * side + 4, title);
   title.split("\n").forEach(
     (words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
-  const column = (label, x) => add(svg, "text",
-    { ...font, transform: `translate(${x + side * 0.72} ${top - 6}) rotate(-90)` }, short(label));
-  labels.forEach((label, i) => {
+  const column = (name, x) => add(svg, "text",
+    { ...font, transform: `translate(${x + side / 2 + size / 3} ${top - 9}) rotate(-90)` }, name);
+  names.forEach((name, i) => {
     const weight = i === query ? "bold" : "normal";
-    write(svg, short(label), room - 5, top + side * (i + 0.75),
+    write(svg, name, room - 5, top + side / 2 + side * i + size / 3,
       { ...font, "text-anchor": "end", "font-weight": weight });
-    column(label, left + side * i);
+    column(name, left + side * i);
   });
-  const frame = { fill: "none", "stroke-width": 2.5 };
+  // A frame has a head and a rim of the ground: shades of the palette come near to its orange.
+  const frame = (x, color) => {
+    const high = side * T, around = { fill: "none", stroke: TONES.ground, "stroke-width": 5.5 };
+    box(svg, x - 1, top - 1, side + 1.5, high + 1.5, around);
+    box(svg, x - 1, top - 1, side + 1.5, high + 1.5,
+      { fill: "none", stroke: color, "stroke-width": 3 });
+    box(svg, x - 2.5, top - 7, side + 4.5, 6, { fill: color });
+  };
   if (starAt) {
     squares(add(svg, "g", { transform: `translate(${room} ${top})` }), T, 1, side, starAt);
     column("own key", room);
-    box(svg, room, top, side, side * T, { ...frame, stroke: DATA.colors.star });
+    frame(room, DATA.colors.star);
   }
   const seen = (i, j) => (j > i ? undefined : share(i, j));
   squares(add(svg, "g", { transform: `translate(${left} ${top})` }), T, T, side, seen);
-  box(svg, left + side * sink, top, side, side * T, { ...frame, stroke: DATA.colors.first });
+  frame(left + side * sink, DATA.colors.first);
+  drawScale(svg, wide - 122, top + 2); // in the empty corner, where keys come after their query
   box(svg, room, top + side * query, left - room + side * (query + 1), side,
-    { fill: "none", stroke: INK, "stroke-width": 1.5 });
+    { fill: "none", stroke: TONES.ink, "stroke-width": 1.5 });
   return (event) => {
     const row = Math.floor((pointIn(svg, event)[1] - top) / side);
     return row >= 0 && row < T ? row : query;
@@ -121,31 +147,34 @@ const evenShare = (T, sink = 0) =>
 function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, threshold, T, sink, width,
   name = "Attention of every head to the first token", color = DATA.colors.first }) {
   const rows = alpha.length / H, many = rows > 6, size = many ? 2.4 : 5;
-  const left = 34, right = width - 6, top = 12, high = 168;
+  const left = 48, right = width - 6, top = 12, high = 168;
   const svg = picture(holder, width, top + high + 30, name);
   const across = (place) => left + (right - left) * place / rows;
   const y = (share) => top + high * (1 - share);
   const x = (head) => across(Math.floor(head / H) + (head % H + 0.8) / (H + 0.6));
   for (const share of [0, 0.5, 1]) {
     line(svg, left, y(share), right, y(share));
-    write(svg, share, left - 6, y(share) + 4, { "text-anchor": "end", fill: GREY });
+    write(svg, share, left - 6, y(share) + 4, { "text-anchor": "end", fill: TONES.grey });
   }
+  add(svg, "text", { transform: `translate(13 ${y(0.5)}) rotate(-90)`, "text-anchor": "middle",
+    fill: TONES.grey }, "share of attention");
+  write(svg, "block", 4, top + high + 22, { fill: TONES.grey });
   for (let row = 0; row < rows; row += many ? Math.ceil(rows / 10) : 1) {
-    const number = blocks ? blocks[row] : row + 1, words = many && row ? number : `block ${number}`;
-    write(svg, words, across(row + 0.5), top + high + 22, { "text-anchor": "middle", fill: GREY });
+    write(svg, blocks ? blocks[row] : row + 1, across(row + 0.5), top + high + 22,
+      { "text-anchor": "middle", fill: TONES.grey });
   }
   const level = (share, dashes) => line(svg, left, y(share), right, y(share),
-    { stroke: INK, "stroke-dasharray": dashes, "stroke-width": 1.4 });
+    { stroke: TONES.ink, "stroke-dasharray": dashes, "stroke-width": 1.4 });
   if (T) level(evenShare(T, sink), "1 3");
   if (threshold) level(threshold, "6 4");
   const dot = (head, share, values) => add(svg, "circle", { cx: x(head), cy: y(share), ...values });
-  const ring = { fill: "none", stroke: GREY, r: size };
+  const ring = { fill: "none", stroke: TONES.grey, r: size };
   alpha.forEach((share, head) => {
     if (rings) dot(head, rings[head], ring);
     const diamond = star && `M${x(head)} ${y(star[head]) - 6}l6 6l-6 6l-6 -6z`;
     if (star) add(svg, "path", { d: diamond, fill: DATA.colors.star });
     dot(head, share, { r: size, fill: color });
-    if (head === chosen) dot(head, share, { ...ring, r: size + 3.5, stroke: INK });
+    if (head === chosen) dot(head, share, { ...ring, r: size + 3.5, stroke: TONES.ink });
   });
   return (event) => {
     const [px, py] = pointIn(svg, event);

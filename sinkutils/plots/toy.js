@@ -27,7 +27,7 @@ function makeToy(table, { names, low, high, values }) {
   const sliders = names.map((name) => make("input", { type: "range", min: low, max: high, step: 0.5,
     ariaLabel: `logit of ${name}`, oninput: show }));
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
-  sliders.forEach((slider) => { slider.style.width = "min(120px, 15vw)"; });
+  sliders.forEach((slider) => { slider.style.width = "var(--slider, min(120px, 15vw))"; });
   const spent = outputs(), lengths = outputs();
   addRow("spent on the other keys", ...spent).cells[0].colSpan = 3;
   if (values) addRow("length of the output", ...lengths).cells[0].colSpan = 3;
@@ -43,7 +43,7 @@ function makeToy(table, { names, low, high, values }) {
     rows.forEach((row, i) => {
       row.cells[2].textContent = logits[i].toFixed(1);
       columns.forEach((weights, column) => {
-        const bar = make("span", {}), width = `calc(${weights[i]} * min(80px, 7vw))`;
+        const bar = make("span", {}), width = `calc(${weights[i]} * var(--bar, min(80px, 7vw)))`;
         const background = i ? DATA.colors.other : DATA.colors.star;
         Object.assign(bar.style, { display: "inline-block", height: "12px", width, background });
         const isThere = i > 0 || column === 2; // only the last column has the key of its own

@@ -163,6 +163,19 @@ def test_each_operation_does_what_its_formula_says(name, texts):
     assert all(max(sizes) > 100 * TOLERANCE for sizes in moved.values())
 
 
+def test_the_large_number_of_the_first_token_is_tens_of_times_the_median(texts):
+    name = next(iter(data()["models"]))
+    step = list(data()["models"][name]["sets"])[-1]
+    case = {"model": name, "step": step, "ids": texts[-1][0].tolist(), "edits": AS_TRAINED}
+    _, weights = in_node([case])
+    model, kept = with_weights(name, weights[f"{name}/{step}"]), []
+    model.blocks[0].register_forward_hook(lambda block, inputs, states: kept.append(states[0][0]))
+    with torch.no_grad():
+        model(texts[-1])
+    (states,) = kept  # (T, d)
+    assert 20 < states[0].abs().max() / states.abs().median() < 100
+
+
 def test_the_fixed_token_stands_where_it_is_put():
     name, corpus = next(iter(data()["models"])), su.load_corpus("docstrings", 1024)
     text = "Return the sum of two numbers."

@@ -32,8 +32,8 @@ def driver():
         yield opened
 
 
-def visit(driver, address=""):
-    """Open the page anew, and wait until its picture is drawn."""
+def visit(driver, address="#model=fixed_1"):
+    """Open the page anew, by a link to the lab unless told otherwise, and wait until it has computed."""
     driver.get("about:blank")
     driver.get(PAGE.as_uri() + address)
     until(driver, "results.edited && NAMES.at(-1) in results.byName")
@@ -62,6 +62,30 @@ def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
     outside = [url for url in requests(driver) if not url.startswith(own)]
     assert outside == []
     assert console_errors(driver) == []
+
+
+def test_the_opening_shows_no_answer_of_the_tour_until_one_skips_it_or_uses_a_control(driver):
+    def covered():
+        cards = driver.find_elements(By.CSS_SELECTOR, "#models .figure, #models output")
+        hidden = [by_id(driver, "picture"), *cards]
+        assert len(hidden) > 10
+        return {not part.is_displayed() for part in hidden}
+
+    visit(driver, "")
+    assert covered() == {True} and by_id(driver, "curtain").is_displayed()
+    assert driver.execute_script("return location.hash") == ""  # a copied address is covered too
+    assert "Now try" not in by_id(driver, "welcome").text
+    by_id(driver, "skip").click()
+    settled(driver)
+    assert covered() == {False} and not by_id(driver, "curtain").is_displayed()
+    assert "Now try:" in by_id(driver, "welcome").text
+    assert "Tour done" not in by_id(driver, "welcome").text
+    visit(driver, "")
+    by_id(driver, "step").send_keys(Keys.ARROW_LEFT)
+    settled(driver)
+    assert covered() == {False}
+    visit(driver)  # a link leads to what it was made for
+    assert covered() == {False}
 
 
 @pytest.mark.parametrize("number", range(1, 1 + len(ANSWERS)))
@@ -93,6 +117,11 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
         more = "above(results.edited.alpha) > above(results.trained.alpha)"
         costs = "mean(results.edited.losses) > mean(results.trained.losses)"
         assert driver.execute_script(f"return {more} && {costs}")
+        moved = (
+            "[...results.edited.alpha].map((share, head) => share - results.trained.alpha[head])"
+        )
+        most = f"const moved = {moved}; return moved.indexOf(Math.max(...moved)) + 1"
+        assert driver.execute_script(most) == driver.execute_script("return state.head")
     if number == 6:  # "even attention would give “The” a quarter"
         even = driver.execute_script("return evenShare(results.edited.labels.length)")
         assert even == pytest.approx(0.25, abs=0.02)
@@ -101,6 +130,8 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
     assert driver.execute_script("return state.tour") == (number + 1) % (1 + len(ANSWERS))
     if number == len(ANSWERS):  # the lab begins where it does without a tour
         assert driver.execute_script("return JSON.stringify(state) === JSON.stringify(FIRST)")
+        assert by_id(driver, "welcome").text.startswith("Tour done. Now try:")
+        assert len(by_id(driver, "now").find_elements(By.TAG_NAME, "a")) == 5
     assert console_errors(driver) == []
 
 
@@ -122,11 +153,13 @@ def test_a_real_model_is_shown_in_its_sentences_alone_with_what_was_stored_of_it
         assert not by_id(driver, name).is_displayed()
     assert by_id(driver, "text").get_attribute("readonly")
     assert "loss" not in by_id(driver, "numbers").text
-    heads = "return results.edited.alpha.filter((share) => share > 0.3).length"
+    heads = "return results.edited.alpha.filter((share) => share > 0.5).length"
     with_bos = driver.execute_script(heads)  # as in its training
     by_id(driver, "bos").click()
     settled(driver)
-    assert with_bos > 60 > 10 > driver.execute_script(heads)
+    assert with_bos == 54 and driver.execute_script(heads) == 0  # as "What we see" has it
+    low = "return [above(results.edited.alpha, 0.3), mean(results.edited.alpha) < 0.26]"
+    assert driver.execute_script(low) == [6, True]  # "a few heads", "below even attention"
     by_id(driver, "bos").click()
     settled(driver)
     summary = by_id(driver, "summary").text
@@ -221,18 +254,29 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
             "return [results.edited, results.trained].map((one) => above(one.alpha))"
         )
 
+    # What the folded answers say.
     now, before = follow("fourth place")
+    assert now == before
     follows = driver.execute_script(
         "return mean(results.edited.alpha) / mean(results.trained.alpha)"
     )
     assert before / 2 < now and follows > 0.7
     assert driver.execute_script("return results.edited.labels[results.edited.sink]") == "<fix>"
     now, before = follow("Drop the first token")
-    assert min(now, before) >= 4
+    assert now == before >= 4
     now, before = follow("Halve the largest number")
     assert now >= before > 8
+    assert driver.execute_script("return lossOf(results.edited) > lossOf(results.trained)")
+    blocks = """
+        const moved = [...results.edited.alpha].map((share, i) => share - results.trained.alpha[i]);
+        return [0, 4, 8, 12].map((from) => mean(moved.slice(from, from + 4)));
+    """
+    more = driver.execute_script(blocks)
+    assert max(more) == more[1]
     now, before = follow("mean query")
-    assert now < 3 < before
+    assert now == 0
+    cost = "return lossOf(results.edited) - lossOf(results.trained)"
+    assert 0.4 < driver.execute_script(cost) < 0.6
     visit(driver)
     driver.find_element(By.LINK_TEXT, "Gemma without its BOS").click()
     until(driver, "results.edited.labels[0] === 'The' && !isLive()")
@@ -257,7 +301,9 @@ def test_dots_frame_card_and_count_follow_the_fixed_token_to_its_new_place(drive
     assert on_fix > 3 and off < 1e-6
     summary = by_id(driver, "summary").text
     assert summary.startswith(f"{on_fix} of 16 heads give “<fix>” more than 0.30")
+    assert summary.endswith("(13 before).")
     assert f"{on_fix} of 16 heads" in by_id(driver, "model-fixed_1").text
+    assert "<fix> is in place 4" in by_id(driver, "operations").text
     assert f"even attention {even:.2f}" in by_id(driver, "numbers").text
     above = """
         const [dashed, dots] = ["line[stroke-dasharray='6 4']", "circle[fill='" + DATA.colors.first + "']"]
@@ -267,7 +313,7 @@ def test_dots_frame_card_and_count_follow_the_fixed_token_to_its_new_place(drive
     assert driver.execute_script(above) == on_fix
     left = """
         const frame = document.querySelector(`#map rect[stroke="${DATA.colors.first}"]`);
-        return [frame.x.baseVal.value, frame.width.baseVal.value];
+        return [frame.x.baseVal.value, frame.width.baseVal.value - 1.5]; // it stands around a square
     """
     moved, side = driver.execute_script(left)
     driver.save_screenshot(str(SHOTS / "lab_moved.png"))
@@ -374,6 +420,44 @@ def test_any_text_is_text(driver, text, seen):
     if text:
         visit(driver, address)
     assert console_errors(driver) == []
+
+
+def test_pictures_are_dark_on_a_dark_page_and_the_colour_bar_with_them(driver):
+    look = """
+        const fills = (what) => [...document.querySelectorAll("#map " + what)].map((one) => one.getAttribute("fill"));
+        return [fills("rect")[0], fills("rect").filter((fill) => DATA.palette.includes(fill))];
+    """
+    seen = {}
+    for scheme in ("light", "dark"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        visit(driver)
+        seen[scheme] = driver.execute_script(look)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    (day, bar), (night, other_end) = seen["light"], seen["dark"]
+    assert day == "#ffffff" != night
+    assert bar == other_end[::-1] and len(bar) == 33
+
+
+def test_the_first_screen_of_a_phone_says_that_an_operation_is_on(driver):
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    rects = """
+        return ["operations", "map", "operate", "heads"].map((id) => {
+            const { top, bottom } = document.getElementById(id).getBoundingClientRect();
+            return [top + scrollY, bottom + scrollY];
+        });
+    """
+    try:
+        visit(driver, "#model=fixed_1&element=0.5")
+        banner, of_map, operate, heads = driver.execute_script(rects)
+        assert "multiplied by 0.50" in by_id(driver, "operations").text
+        assert banner[1] < PHONE["height"]
+        assert of_map[1] < operate[0] < heads[0]  # operations are between map and dots
+        by_id(driver, "operations").find_element(By.TAG_NAME, "button").click()
+        settled(driver)
+        assert not by_id(driver, "operations").is_displayed()
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

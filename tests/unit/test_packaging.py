@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -160,7 +161,7 @@ def test_no_module_is_longer_than_500_lines():
 
 @pytest.mark.slow
 def test_each_number_of_ours_is_what_the_records_say():
-    numbers = ["sink_1", "sink_star", "block_1", "later_blocks"]
+    numbers = ["sink_1", "sink_star", "element_block_1"]
     mean = su.runs("laptop").groupby("experiment")[numbers].mean()
     files = {name: OPEN_LMS / f"{name}.json" for name in ("smollm2", "gemma-3-270m")}
     real = {name: json.loads(file.read_text()) for name, file in files.items()}
@@ -169,6 +170,12 @@ def test_each_number_of_ours_is_what_the_records_say():
     third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}
     natural = real["gemma-3-270m"]["probes"]["natural"]
     gemma = {name: kept["sink"]["1"]["0.3"] for name, kept in natural.items()}
+    # a cache of 128 keys, without and with the first one; bins of eight positions
+    leaving = {name: np.array(loss) for name, loss in real["smollm2"]["leaving"]["loss"].items()}
+    dropped, kept = (
+        (leaving[name] - leaving["full"])[:, 8:].mean() for name in ("128 + 0", "127 + 1")
+    )
+    assert round(max(real["smollm2"]["mechanism"]["element"]) / 1000) == 13  # "thirteen thousand"
     gpu = su.runs("gpu").set_index("experiment")
     any_token = gpu.loc["default_constant_lr_steps_13638"]
     paper = pd.read_csv(PAPER / "pretraining.csv").drop_duplicates(["item", "experiment"])
@@ -183,18 +190,32 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"any first token, in {any_token.sink_1:.0f} % of the pairs",
         f"takes only {gpu.sink_star.k_bias:.0f} % there",
         f"the key takes only {gpu.sink_star.k_bias:.0f} %: [below]",
+        f"a number {mean.element_block_1.fixed_1:.0f} times the median (mean of six seeds",
+        f"costs on average {dropped:.2f} nats more than with a full cache",
+        f"With that one key kept it is {kept:.2f}",
         f"This key becomes the sink in {mean.sink_star.k_bias:.1f} % of the pairs",
         f"The first token, which was the sink in {mean.sink_1.fixed_1:.1f} %, keeps none",
         f"then {mean.sink_1.sigmoid:.1f} % of the pairs have a sink",
         f"add up to one again, and {mean.sink_1.sigmoid_normalised:.1f} % have one",
         f"whatever comes first ({statistics.mean(third['smollm2']['first']):.2f} of its attention)",
         f"looks at the BOS ({statistics.mean(third['gemma-3-270m']['bos']):.2f})",
-        f"{gemma['text']:.1f} % of Gemma's pairs have a sink, and {gemma['BOS']:.1f} % with it",
+        f"{gemma['text']:.1f} % of Gemma's pairs have a sink without a BOS, {gemma['BOS']:.1f} % with one",
         f"{smol:.2f} % [",
     }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
     assert mean.sink_1.k_bias == key.sink_1 == 0
+    for seed in range(6):  # "all of them in block 1"
+        sinks = (
+            su.record("sigmoid", "laptop", seed).arrays["final"][:, 0] > 0.3
+        )  # (text, block, head)
+        assert sinks[:, 0].any() and not sinks[:, 1:].any()
+    pages = {
+        number: next((ROOT / "notebooks").glob(f"{number}_*")).read_text("utf-8")
+        for number in ("07", "10")
+    }
+    assert "clear under both: 25, 25 of them alike" in pages["10"] and "in all 25 claims" in readme
+    assert "78 to 97 % of the rise" in pages["07"] and "78 to 97 % of that rise" in readme
 
 
 @pytest.mark.parametrize(
