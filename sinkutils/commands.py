@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -353,8 +352,8 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.data.probes import SEQUENCES
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
+    from sinkutils.paths import replace_file
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.record import not_saved, write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it
@@ -371,14 +370,7 @@ def report_command(options: argparse.Namespace) -> None:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
-    # Written beside and renamed, so that an older page stays until the new one is whole.
-    unfinished = output.with_name(f".{output.name}.tmp")
-    try:
-        write_synced(unfinished, page.encode())
-        os.replace(unfinished, output)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise not_saved(str(output), error) from error
+    replace_file(output, page.encode())
     print(f"written: {output}")
 
 

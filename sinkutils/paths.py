@@ -1,4 +1,4 @@
-"""Where things are, the one place that knows the folders, and how the tables there are read.
+"""Where things are, the one place that knows the folders, and how files there are read and written.
 
 In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers and the
 claims come with the package, and what is made goes below $SINKUTILS_HOME, or else below the folder
@@ -38,3 +38,43 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; an older one stays until the new one is on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write_synced(temporary, data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise not_saved(path.name, error) from error
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    if os.name == "nt":  # Windows opens no folder
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def not_saved(what: str, error: OSError) -> OSError:
+    """The error with what to do about it."""
+    return OSError(
+        error.errno,
+        f"could not save {what} ({error.strerror or error}): free some space or mend that, and run "
+        "the same command again; what was saved before is intact",
+    )

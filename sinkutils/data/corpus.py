@@ -222,9 +222,11 @@ def _tokenise(
     texts = _unique(documents)
     sample = []
     characters = 0
-    while characters < SAMPLE_CHARACTERS and (text := next(texts, "")):
+    for text in texts:
         sample.append(text)
         characters += len(text)
+        if characters >= SAMPLE_CHARACTERS:
+            break
     thresholds = _thresholds(sorted(map(split_fraction, sample)), characters < SAMPLE_CHARACTERS)
 
     def split_of(text: str) -> str:

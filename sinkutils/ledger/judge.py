@@ -147,41 +147,55 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
 
     corrected: p-values by test; a test that is not among them has its own.
     """
-    kind, quantity = check.kind, check.quantity
-    if kind in REAL:  # whether a number of a model, or its interval, lies above (below) the bar
-        low, high = real_models()[check.runs[0], quantity]
-        words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        state = _state(kind, low > check.bar, high <= check.bar)
-        return CheckOutcome(check, state, bar=check.bar, words=words)
-    names = tuple(label(name, ours.preset) for name in check.runs)
-    check = replace(check, runs=names)
-    if kind in ("fails", "trains"):  # whether training failed in every seed, or in none
-        failed = [run is None for run in ours.seeds(names[0]).values()]
-        if len(failed) < ours.least:
-            return CheckOutcome(check)
-        return CheckOutcome(check, _state(kind, not any(failed), all(failed)))
-    words = ""
-    if quantity == "onset":
-        words = _never(names, ours)
+    if check.kind in REAL:
+        return _of_model(check)
+    check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
+    if check.kind in ("fails", "trains"):
+        return _trained(check, ours)
+    words = _never(check.runs, ours) if check.quantity == "onset" else ""
     if lacking := _lacking(check, ours):
         return CheckOutcome(check, lacking, words=words)
     if dead := _dead(check, ours):
         return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
-    if quantity in EXCESSES and names != (base,) and ours.base().low <= BASE:
+    if check.quantity in EXCESSES and check.runs != (base,) and ours.base().low <= BASE:
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
-    if kind in ("together", "apart"):
+    if check.kind in ("together", "apart"):
         return _together(check, ours, corrected)
     bar = _bar(check, base)
-    estimate = ours.estimate(names, quantity)
-    beyond = ours.estimate(names, quantity, bar)
+    estimate = ours.estimate(check.runs, check.quantity)
+    beyond = ours.estimate(check.runs, check.quantity, bar)
     outcome = CheckOutcome(check, OPEN, estimate, estimate.mean - beyond.mean, words=words)
-    if kind in SIDES:
+    if check.kind in SIDES:
         return _no_effect(outcome, ours, bar)
+    return _direction(outcome, beyond, corrected)
+
+
+def _of_model(check: Check) -> CheckOutcome:
+    """Whether a number of a real model, or its interval, lies above (below) the bar."""
+    low, high = real_models()[check.runs[0], check.quantity]
+    words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    state = _state(check.kind, low > check.bar, high <= check.bar)
+    return CheckOutcome(check, state, bar=check.bar, words=words)
+
+
+def _trained(check: Check, ours: Readings) -> CheckOutcome:
+    """Whether training failed in every seed, or in none."""
+    failed = [run is None for run in ours.seeds(check.runs[0]).values()]
+    if len(failed) < ours.least:
+        return CheckOutcome(check)
+    return CheckOutcome(check, _state(check.kind, not any(failed), all(failed)))
+
+
+def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> CheckOutcome:
+    """Present, absent or more: on which side of the bar the estimate is; beyond: it less the bar.
+
+    To hold, a check needs a corrected p. To fail, the plain interval is enough.
+    """
+    kind = outcome.check.kind
     # "More" is tested against no difference at all; it fails where none is left that counts.
-    test = estimate if kind == "more" else beyond
+    test = outcome.estimate if kind == "more" else beyond
     p = corrected.get(test, test.p)
-    # To hold, a check needs a corrected p. To fail, the plain interval is enough.
     shown = p <= LEVEL
     if kind == "absent":
         above = beyond.low > 0

@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 from sinkutils.checks import require
 from sinkutils.measuring import families, older, refusals
 from sinkutils.measuring.families import Call, Function
-from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Pass
+from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Comparing, Measuring, Pass
 from sinkutils.measuring.state import LeftAsFound
 from sinkutils.measuring.wrappers import handed_over
 
@@ -75,7 +75,7 @@ def _function(self: AttentionInterface, attn_implementation: str, default: Funct
         return function
     name = attn_implementation or "eager"
     # The module calls what we return as function(module, q, k, v, mask, **kwargs).
-    if isinstance(watched.doing, Checking) and watched.doing.as_named:
+    if isinstance(watched.doing, Comparing):
         return partial(watched.doing.compare, name, function)
     return partial(watched.attention, name, function, default)
 
@@ -126,10 +126,12 @@ class Capture:
         """How alpha was computed."""
         if self.legacy:
             return "eager weights"
+        assert isinstance(self.doing, Measuring)
         # A module may run with a mask and without: it is trusted if both proved right.
-        proved: dict[tuple[nn.Module, bool], bool] = getattr(self.doing, "proved", {})
+        proved = self.doing.proved
+        tried = {module for module, _ in proved}
         wrong = {module for (module, _), right in proved.items() if not right}
-        fused = len({module for module, _ in proved} - wrong)
+        fused = len(tried - wrong)
         if fused == len(self.calls):
             return "fused"
         return f"fused in {fused} of {len(self.calls)} layers" if fused else "exact"
@@ -331,17 +333,17 @@ class Capture:
         if len(text) == 1:
             text = torch.cat([text, (text + 1) % self.vocabulary])
         measuring = self.doing
-        self.doing = check = Checking(self.kind)
+        self.doing = checking = Checking(self.kind)
         self.run(text[None])  # with our masks, by the eager function
-        if not self.named <= {"eager"}:  # then as the model would have run, for comparison
-            check.as_named = True
+        self.doing = comparing = Comparing(checking.calls)
+        if not self.named <= {"eager"}:  # as the model would have run without us
             self._pass(text[None])
         self.doing = measuring
-        if check.differs:
+        if comparing.differs:
             reason = ": with is_causal off it sees later tokens" if self.needs_mask else ""
             raise ValueError(
-                f"{self.kind} computes something else by its attention {check.differs!r} than by "
-                f"the family's eager one, which is read{reason}; measure it after "
+                f"{self.kind} computes something else by its attention {comparing.differs!r} than "
+                f"by the family's eager one, which is read{reason}; measure it after "
                 "model.set_attn_implementation('eager')"
             )
 

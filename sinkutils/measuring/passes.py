@@ -127,16 +127,11 @@ class Measuring(Pass):
 
 
 class Checking(Pass):
-    """Looks for weights on later tokens and then, in a second pass, for functions that differ.
-
-    The second pass compares what the functions that the model names compute with what is read of
-    the same queries, keys and values.
-    """
+    """Looks for weights on later tokens, and keeps what the modules hand over."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind  # of the model
-        self.calls: dict[nn.Module, Call] = {}  # of the first pass, with our masks
-        self.differs = ""  # the name of a function that computes something else
+        self.calls: dict[nn.Module, Call] = {}  # with our masks
 
     def attention(self, call: Call, layer: int) -> Tensor:
         out, weights = families.chunk(call, call.rows)
@@ -149,6 +144,19 @@ class Checking(Pass):
         if weights.triu(1).abs().max() > 1e-6:  # of keys behind their query
             raise ValueError(f"{self.kind} {LATER}")
 
+
+class Comparing(Pass):
+    """Looks for functions that compute something else than what is read.
+
+    It lets the functions run that the model names, on the text that a `Checking` has seen.
+    """
+
+    as_named = True
+
+    def __init__(self, calls: dict[nn.Module, Call]) -> None:
+        self.calls = calls  # of `Checking`
+        self.differs = ""  # the name of a function that computes something else
+
     def compare(
         self,
         name: str,
@@ -157,9 +165,9 @@ class Checking(Pass):
         *inputs: Any,
         **kwargs: Any,
     ) -> Any:
-        """In the second pass, in place of the function of that name: what it returns."""
+        """In place of the function of that name: what it returns."""
         if module in self.calls:
-            q, k, v, *_ = inputs  # the second pass's own, as rounding differs from the first's
+            q, k, v, *_ = inputs  # this pass's own, as rounding differs from the first's
             expected = self.calls[module]._replace(q=q, k=k, v=v)
             if not computes_the_same(function, module, inputs, kwargs, expected):
                 self.differs = name

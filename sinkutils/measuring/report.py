@@ -289,14 +289,15 @@ def uniform_alpha(
     With a window w query i spreads over min(i, w) keys, the last ones. own_keys: of the model,
     which all queries see beside them; "star" is one of these.
     """
-    star = k == "star"
-    first = 1 if star else int(k)
+    first = 1 if k == "star" else int(k)
     queries = np.arange(first, length + 1)
-    keys = queries  # how many keys each query sees
+    keys = queries  # how many keys of the text each query sees
     if window is not None:
         keys = np.minimum(queries, window)
-    sees = (queries - keys < first) | star  # whether k is not behind the query's window
-    return float(np.mean(sees / (keys + (own_keys or star))))
+    if k == "star":
+        return float(np.mean(1 / (keys + max(1, own_keys))))
+    sees = queries - keys < first  # k is not behind the query's window
+    return float(np.mean(sees / (keys + own_keys)))
 
 
 def excess(alpha: Any, uniform: Any) -> Any:

@@ -164,11 +164,7 @@ class Tally:
         batches. lengths: (samples,). Raises NotFinite, and ValueError for layers with different
         numbers of heads.
         """
-        # As in `self.values`, but of all batches: (samples, ..), in the order of the ids.
-        values: Any = defaultdict(dict)
-        for name, by_layer in self.values.items():
-            for layer, batches in sorted(by_layer.items()):
-                values[name][layer] = torch.cat(batches).cpu()[places]
+        values = self._in_order(places)
         alphas = values["alpha"]  # layer -> (samples, targets, heads)
         counts = sorted({alpha.shape[-1] for alpha in alphas.values()})
         require(
@@ -176,7 +172,8 @@ class Tally:
             f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
         alpha = torch.stack([*alphas.values()], dim=-2)  # (samples, targets, layers, heads)
-        fields: dict[str, Any] = {"path": source.path}
+        fields = self._means(lengths)
+        fields["path"] = source.path
         if "star" in values:
             # Some models have sink logits in some layers only: in the others they take nothing.
             nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
@@ -184,13 +181,6 @@ class Tally:
             fields["star"] = torch.stack(stars, dim=1)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
-        # Of sequences of unequal lengths, a mean is over those that have the position.
-        samples = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)
-        for name, sums in self.sums.items():
-            count = samples[:1] if name == "first_elements" else samples  # all have the first
-            fields[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
-        if self.norms:  # the embedding was added as layer 0
-            fields["embedding_norms"] = fields["embedding_norms"][0]
         kept = {}
         for pair, weights in values["map"].items():
             kept[pair] = Kept(weights, values["queries"].get(pair), values["keys"].get(pair))
@@ -200,6 +190,26 @@ class Tally:
                 reason = why_not_finite(source.model)
                 raise NotFinite(f"attention or hidden states are not finite: {reason}")
         return report
+
+    def _in_order(self, places: Tensor) -> Any:
+        """As `values`, but of all batches: (samples, ..), in the order of the ids."""
+        values: Any = defaultdict(dict)
+        for name, by_layer in self.values.items():
+            for layer, batches in sorted(by_layer.items()):
+                values[name][layer] = torch.cat(batches).cpu()[places]
+        return values
+
+    def _means(self, lengths: Tensor) -> dict[str, Any]:
+        """The means over samples of norms and elements, by their names in a report."""
+        # Of sequences of unequal lengths, a mean is over those that have the position.
+        samples = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)
+        means: dict[str, Any] = {}
+        for name, sums in self.sums.items():
+            count = samples[:1] if name == "first_elements" else samples  # all have the first
+            means[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
+        if self.norms:  # the embedding was added as layer 0
+            means["embedding_norms"] = means["embedding_norms"][0]
+        return means
 
 
 @dataclass

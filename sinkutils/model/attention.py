@@ -122,11 +122,14 @@ class AttentionSpec:
             if value != default and getattr(self, other) not in values:
                 wanted = " or ".join(map(repr, values))
                 raise ValueError(f"{name}={value!r} needs {other} to be {wanted}")
-        special = (self.sink_logit != "none") + self.differential
-        if special and (special > 1 or not self.is_softmax or self.bias != "none"):
+        has_sink_logit = self.sink_logit != "none"
+        if has_sink_logit and self.differential:
+            raise ValueError("sink_logit and differential cannot be combined")
+        plain = self.is_softmax and self.bias == "none"
+        if (has_sink_logit or self.differential) and not plain:
             raise ValueError(
                 "sink_logit and differential each need a plain softmax: similarity='exp', "
-                "normalizer='sum', bias='none', and not the other of the two"
+                "normalizer='sum', bias='none'"
             )
         if self.signed and self.normalizer not in ("none", "max_abs_sum"):
             raise ValueError(

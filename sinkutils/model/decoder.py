@@ -31,7 +31,6 @@ VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is no
 GATE_RANK = 16
 Tables = dict[str, Tensor]  # of positions, by name: see `position_tables`
 
-
 # Table 11. Those that end in "glu" are gated; the others keep the width, so have fewer parameters.
 FFNS: dict[str, Map] = {
     "relu": F.relu,
@@ -88,8 +87,11 @@ class LMConfig:
             raise ValueError(
                 f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
             )
-        # The rotation takes halves of a head, and so do the two maps of differential attention.
-        parts = 2 ** ((self.position == "rotary") + spec.differential)
+        parts = 1
+        if self.position == "rotary":  # turns the halves of a head
+            parts *= 2
+        if spec.differential:  # has a map of each half
+            parts *= 2
         if self.head_dim % parts > 0:
             raise ValueError(
                 f"the head dimension must be a multiple of {parts} with "
@@ -352,11 +354,12 @@ class TransformerLM(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = norm_layer(config)
         self.unembed = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        length = config.context_length
         if config.sink_token:
             self.sink = nn.Parameter(torch.empty(config.hidden_size))
+            length += 1
         if config.normalization == "dyt":
             self.embedding_scale = nn.Parameter(torch.empty(1))
-        length = config.context_length + config.sink_token
         if config.position == "learnable":
             self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
         # No buffers: they would go to half precision with the weights, and far positions would
@@ -460,7 +463,7 @@ def position_tables(config: LMConfig, length: int) -> Tables:
     if config.position == "rotary":
         # The even and the odd dimensions of a differential head each turn as a head of half the
         # size does.
-        halves = 1 + config.attention.differential
+        halves = 2 if config.attention.differential else 1
         cos, sin = attention.rotary_tables(length, config.head_dim // halves)
         cos = cos.repeat_interleave(halves, -1)
         sin = sin.repeat_interleave(halves, -1)

@@ -51,11 +51,25 @@ def _by_best_form(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor]:
     form = choose_form(spec, q.device, q.dtype, q.shape[2], distance_bias is not None)
+    wide = torch.promote_types(q.dtype, torch.float32)
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
+    elif needs_width(spec, distance_bias is not None) and (q.dtype, v.dtype) != (wide, wide):
+        with torch.autocast(q.device.type, enabled=False):
+            out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
+        out = out.to(v.dtype)
     else:
         out = _few_passes(q, k, v, spec, distance_bias)
     return (out if spec.scale == 1 else out * spec.scale,)
+
+
+def needs_width(spec: AttentionSpec, position_term: bool) -> bool:
+    """Whether the dense form needs float32 at least, whatever its inputs."""
+    # bfloat16 has no odd distances beyond 256, and blurs the logarithm of a similarity; a kernel's
+    # queries and keys may be in float64 already.
+    divided = spec.normalizer not in ("none", "length")
+    by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
+    return position_term or by_logarithm or spec.kernel == "elu"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -82,20 +96,6 @@ def _few_passes(
 
     q: (B, H, T, D), k and v: (B, H, S, D), all after phi, k* in front of the keys if there is one.
     """
-    # bfloat16 has no odd distances beyond 256, and blurs the logarithm of a similarity; a kernel's
-    # queries and keys may be in float64 already.
-    wide = torch.promote_types(q.dtype, torch.float32)
-    divided = spec.normalizer not in ("none", "length")
-    by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
-    widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
-    if widened and (q.dtype, v.dtype) != (wide, wide):
-        dtype = v.dtype
-        q = q.to(wide)
-        k = k.to(wide)
-        v = v.to(wide)
-        with torch.autocast(q.device.type, enabled=False):
-            out = _few_passes(q, k, v, spec, distance_bias)
-        return out.to(dtype)
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])

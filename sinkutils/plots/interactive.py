@@ -152,9 +152,8 @@ def explore(
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     start = int(alpha[0].argmax()) if head is None else names.index((head[0], head[1]))
-    packed = zlib.compress(shades, 9)
     data = {
-        "packed": base64.b64encode(packed).decode(),
+        "packed": base64.b64encode(zlib.compress(shades, 9)).decode(),
         "tokens": tokens,
         "alpha": alpha.round(3).tolist(),
         "name": name,
@@ -163,7 +162,10 @@ def explore(
         "T": shown,
         "head": start,
     }
-    title = "block {}, head {}".format(*names[start]) + (f" of {name}" if name else "")
+    block, column = names[start]
+    title = f"block {block}, head {column}"
+    if name:
+        title += f" of {name}"
     with mpl.rc_context(STYLE):
         still = Figure(figsize=(7.0, 4.6), layout="constrained")
         left, right = still.subplots(1, 2, width_ratios=(1, 2.4))

@@ -47,6 +47,7 @@ from sinkutils.checks import first_line, instance, require
 from sinkutils.data.corpus import Identity, public_name
 from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.paths import not_saved, sync_folder, write_synced
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
 from sinkutils.study.schema import Metrics, check_alpha, check_config, check_metrics
 
@@ -340,34 +341,6 @@ def finish_replacement(target: Path) -> None:
     if old.exists() and not target.exists():
         os.replace(old, target)
     _discard(old, target)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    if os.name == "nt":  # Windows opens no folder
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def not_saved(what: str, error: OSError) -> OSError:
-    """The error with what to do about it."""
-    return OSError(
-        error.errno,
-        f"could not save {what} ({error.strerror or error}): free some space or mend that, and run "
-        "the same command again; what was saved before is intact",
-    )
 
 
 def remove(folder: Path, files: Collection[str]) -> None:

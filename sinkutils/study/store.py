@@ -229,10 +229,10 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    record = _with_status(target, _stamp(target))
-    if record.status == "corrupt":
-        raise CorruptRecord(record.reason)
-    return record
+    entry = _with_status(target, _stamp(target))
+    if entry.status == "corrupt":
+        raise CorruptRecord(entry.reason)
+    return entry
 
 
 def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:

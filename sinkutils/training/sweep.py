@@ -72,8 +72,9 @@ class Worker:
         return status, messages
 
 
-def stop(workers: list[Worker]) -> None:
-    """End workers; what they have saved stays."""
+def stop(jobs: list[Job]) -> int:
+    """End the workers on this machine; what they have saved stays. Returns how many they were."""
+    workers = [job.future for job in jobs if isinstance(job.future, Worker)]
     for worker in workers:
         worker.process.terminate()
     until = time.monotonic() + STOP_SECONDS
@@ -83,6 +84,7 @@ def stop(workers: list[Worker]) -> None:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             worker.process.wait()
+    return len(workers)
 
 
 def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
@@ -152,21 +154,22 @@ class RunOutcome:
 class Job:
     """A run that an engine has."""
 
-    run: RunFolder
+    run_folder: RunFolder
     device: str
     log: Path
     future: Any
 
     def outcome(self) -> RunOutcome | None:
         """How the run ended, once its future is done; None where another process has it."""
-        end = partial(RunOutcome, self.run.config.experiment, self.run.config.seed)
+        run = self.run_folder.config
+        end = partial(RunOutcome, run.experiment, run.seed)
         where = f"see {self.log.parent.name}/{self.log.name}"
         try:
             status, messages = self.future.result()
             if status == LOCKED:
                 return None
             if status == 0:
-                record = read_record(self.run.folder)
+                record = read_record(self.run_folder.folder)
                 again = [message for message in messages if AGAIN in message]
                 return end(record.status, record.reason or "; ".join(again))
         except Exception as error:  # whatever an engine raises that lost a worker: the others go on
@@ -252,19 +255,17 @@ def sweep(
                     free.append(job.device)
                     outcome = job.outcome()
                     if outcome is None:
-                        queue.append(job.run.config)
-                        elsewhere.add(job.run.config)
+                        queue.append(job.run_folder.config)
+                        elsewhere.add(job.run_folder.config)
                     else:
                         outcomes.append(outcome)
                 bar.update(len(outcomes) - bar.n)
                 if not finished:
                     time.sleep(POLL_SECONDS)
         except BaseException:
-            workers = [job.future for job in running if isinstance(job.future, Worker)]
-            stop(workers)
-            if workers:
-                message = f"{SAID}stopped {len(workers)} runs; what they have saved stays"
-                bar.write(message, sys.stderr)
+            stopped = stop(running)
+            if stopped:
+                bar.write(f"{SAID}stopped {stopped} runs; what they have saved stays", sys.stderr)
             raise
     return outcomes
 

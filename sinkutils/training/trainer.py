@@ -9,8 +9,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
-from sinkutils.data.corpus import Corpus, load_corpus, public_name
+from sinkutils.data.corpus import Corpus, Identity, load_corpus, public_name
 from sinkutils.measuring.report import Report
+from sinkutils.paths import replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
 from sinkutils.study.experiments import PRESETS
@@ -29,10 +30,7 @@ from sinkutils.study.record import (
     CorruptRecord,
     Record,
     config_hash,
-    not_saved,
-    sync_folder,
     write_record,
-    write_synced,
 )
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.finetune import FinetuneRun
@@ -98,21 +96,28 @@ def train(
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
         compile = wanted and target.type == "cpu" and compiles()
-    start = None
+    start: Record | None = None
     if isinstance(config, FinetuneConfig):
-        pretrain = partial(
-            train,
-            runs=runs,
-            device=device,
-            corpus=None if corpus is None else text,
-            keep_weights=True,
-            compile=compile,
-            graph=graph,
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
-            group=group,
+        before = grid.config(config.start, config.preset, config.seed)
+        start = group.once(_start_of, store, before, text.identity)
+        if start is None:
+            start = train(
+                before,
+                runs,
+                device=device,
+                corpus=None if corpus is None else text,
+                keep_weights=True,
+                compile=compile,
+                graph=graph,
+                checkpoint_seconds=checkpoint_seconds,
+                progress=progress,
+                group=group,
+            )
+        require(
+            start.status == "done",
+            f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
+            f"and that run failed to train ({start.reason})",
         )
-        start = _start_of(config, store, text, group, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, run_folder.lock())
@@ -128,10 +133,10 @@ def train(
             run.graph = GraphedStep(run)
         forward = torch.compile(run.loss) if compile else run.loss
         conditions = conditions_of(run, compile, graph)
+        if run.parts[-1:] != [conditions]:  # a run may go on on another machine
+            run.parts.append(conditions)
         checkpoint = run_folder.checkpoint
-        reason, report = to_its_end(
-            run, forward, conditions, progress, checkpoint, checkpoint_seconds
-        )
+        reason, report = to_its_end(run, forward, progress, checkpoint, checkpoint_seconds)
         return save_run(run, run_folder.folder, reason, report, keep_weights)
 
 
@@ -174,49 +179,35 @@ def _check_text(corpus: Corpus, run_folder: RunFolder, own_folder: RunFolder) ->
         )
 
 
-def _start_of(
-    config: FinetuneConfig,
-    store: Runs,
-    text: Corpus,
-    group: Group,
-    pretrain: Callable[[RunConfig], Record],
-) -> Record:
-    """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
-    before = grid.config(config.start, config.preset, config.seed)
-    start = group.once(
-        lambda: store.of(before, text.identity).record() or store.of(before).record()
-    )
-    if start is None or (start.status == "done" and start.weights is None):
-        start = pretrain(before)
-    require(
-        start.status == "done",
-        f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
-        f"and that run failed to train ({start.reason})",
-    )
-    return start
+def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None:
+    """The record that a fine-tuning starts from; None where it is yet to be trained.
+
+    before: its config. corpus: its text, if there is a record on that; else the config's own.
+    """
+    record = store.of(before, corpus).record() or store.of(before).record()
+    if record is not None and record.status == "done" and record.weights is None:
+        return None
+    return record
 
 
 def to_its_end(
     run: Run,
     forward: Any,
-    conditions: Json,
     progress: bool,
     checkpoint: Path,
     checkpoint_seconds: float,
 ) -> tuple[str | None, Report | None]:
     """Train a run; returns why it failed, or None, and the report of its last evaluation.
 
-    forward: the loss, compiled or not. conditions: what `conditions_of` says. checkpoint: where it keeps its state.
+    forward: the loss, compiled or not. checkpoint: where it keeps its state.
     """
-    train = run.config.train
-    if run.parts[-1:] != [conditions]:
-        run.parts.append(conditions)
+    schedule = run.config.train
     if not run.curve:  # what position terms and biases do by themselves, without a step
         run.evaluate([])
     saved = time.monotonic()
     began = saved - run.seconds
     bar = tqdm(
-        total=train.steps,
+        total=schedule.steps,
         initial=run.step,
         desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
@@ -228,8 +219,8 @@ def to_its_end(
         while True:
             run.advance(forward)
             bar.update()
-            ended = run.step == train.steps
-            if run.step % train.eval_every and not ended:
+            ended = run.step == schedule.steps
+            if run.step % schedule.eval_every and not ended:
                 continue
             reason, report = evaluated(run)
             run.seconds = time.monotonic() - began
@@ -299,21 +290,14 @@ def compiles() -> bool:
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
-    state: Json = {"of": identity(run), "model": run.model.state_dict()}
+    state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
     state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
     for name in run.PROGRESS:
         state[name] = getattr(run, name)
     file = io.BytesIO()
     torch.save(state, file)
     data = file.getvalue()
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write_synced(temporary, hashlib.sha256(data).digest() + data)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise not_saved(path.name, error) from error
-    sync_folder(path.parent)
+    replace_file(path, hashlib.sha256(data).digest() + data)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
@@ -330,7 +314,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
         setattr(run, name, state[name])
 
 
-def identity(run: Run) -> list[Any]:
+def checkpoint_key(run: Run) -> list[Any]:
     """What a checkpoint has to be of: the config, and the text and whatever a run starts from."""
     return [CHECKPOINT, config_hash(run.config), run.fingerprint]
 
@@ -349,7 +333,7 @@ def _state_of(run: Run, path: Path) -> Json:
         return {}
     try:
         state = read_checkpoint(path)
-        if state["of"] == identity(run):
+        if state["of"] == checkpoint_key(run):
             return state
         reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
     except CorruptRecord as error:

@@ -194,7 +194,7 @@ def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses("logit_bias=1.0 needs similarity to be 'sigmoid'", AttentionSpec, logit_bias=1.0)
     with refused("similarity='softpick' needs normalizer='sum'"):
         AttentionSpec(similarity="softpick", normalizer="none")
-    with refused("sink_logit and differential each need a plain softmax"):
+    with refused("sink_logit and differential cannot be combined"):
         AttentionSpec(sink_logit="zero", differential=True)
     for fields in ({"sink_logit": "zero", "bias": "k"}, {"differential": True, "p": 2.0}):
         with refused("sink_logit and differential each need a plain softmax"):

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from sinkutils.measuring import families as rules
+from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.paths import ROOT
 
@@ -93,13 +94,14 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused():
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
-def test_norms_of_several_streams_are_means_over_them(family):
+def test_norms_of_several_streams_are_means_over_them_and_there_is_no_one_h_1(family):
     model, ids, seen = build(family), tokens(9), []
     model.model.layers[0].register_forward_hook(lambda _, __, out: seen.append(out))
     report = measure(model, ids)
     hidden = seen[-1] if torch.is_tensor(seen[-1]) else seen[-1][0]  # streams stand first or third
     norms = hidden.norm(dim=-1).mean(dim=(0, 2) if hidden.shape[1] == 9 else (0, 1))
     torch.testing.assert_close(report.hidden_norms[0], norms)
+    refuses("residual streams", surgery.set_back, model, ids, 0, (4, 9))
 
 
 def test_the_committed_page_names_every_family_of_the_pinned_transformers():

@@ -99,18 +99,6 @@ def test_minus_infinity_in_the_position_term_gives_zero_rows():
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_large_logits_neither_overflow_nor_differ():
-    normalised = {"normalizer": "p_norm", "p": 2.0}, {"similarity": "softpick"}
-    for fields in ({}, {"window": 7}, *normalised):
-        spec = AttentionSpec(**fields)
-        (q, k, v), _ = draw(spec, 20)
-        with torch.no_grad():
-            q *= 1000
-        out, dense = fast.attention_output(q, k, v, spec), attend(q, k, v, spec)[0]
-        assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))))
-        assert_close(out, dense, rtol=0, atol=1e-10)
-
-
 def test_neighbouring_distances_differ_in_bfloat16():
     for fields, length in itertools.product(({}, {"normalizer": "p_norm", "p": 1.5}), (400, 600)):
         spec = AttentionSpec(**fields)
@@ -145,9 +133,6 @@ def test_which_kernel_serves_where():
         refuses("no fused kernel", fused.kernel_for, *asked, kind=RuntimeError)
 
 
-UNNORMALISED = {"similarity": "linear", "normalizer": "none"}
-
-
 @pytest.mark.parametrize(
     ("form", "fields", "device", "dtype", "length", "term"),
     [
@@ -158,15 +143,8 @@ UNNORMALISED = {"similarity": "linear", "normalizer": "none"}
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
         ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
-        ("dense", UNNORMALISED, "cuda", torch.float32, 4096, False),
-        ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
-        ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
-        ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),
+        ("dense", {"normalizer": "none"}, "cuda", torch.float32, 4096, False),
         ("dense", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
-        ("dense", {"similarity": "sigmoid", "prefix": 5}, "cuda", torch.bfloat16, 4096, False),
-        ("dense", {"similarity": "sigmoid"}, "cuda", torch.float32, 4096, True),
-        ("dense", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
-        ("dense", {"window": 512}, "cuda", torch.float64, 4096, False),
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term):

@@ -258,26 +258,6 @@ def test_an_offloaded_model_and_one_spread_over_places_are_measured(family, way,
     assert_close(measure(spread, ids).alpha, right, **close)
 
 
-@pytest.mark.slow
-def test_a_model_that_fsdp_shards_is_measured_before_its_first_pass(tmp_path):
-    from torch import distributed
-    from torch.distributed.fsdp import fully_shard
-
-    model, ids = build("llama"), tokens()
-    right = measure(model, ids).alpha
-    store = f"file://{tmp_path}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        mesh = distributed.init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for _ in range(2):
-            assert_close(measure(model, ids).alpha, right, **close)
-    finally:
-        distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 def test_another_default_device_changes_nothing(family):
     model, ids = build(family), tokens()
@@ -309,12 +289,6 @@ def test_what_keeps_more_than_keys_and_values_is_not_given_others_and_hides_none
     model, ids = build(family), tokens()
     for operate in (surgery.hide, lambda m, x: surgery.transplant(m, x, x[:, :4])):
         refuses("keeps something else than keys and values", operate, model, ids)
-
-
-@pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
-def test_several_streams_have_no_one_h_1(family):
-    model, ids = build(family), tokens(3, 4)
-    refuses("residual streams", surgery.set_back, model, ids, 0, (4, 9))
 
 
 # --- several threads, several models

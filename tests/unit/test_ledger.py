@@ -312,6 +312,10 @@ def test_margins_are_the_papers_own():
     assert rules.MARGIN == pytest.approx(1 - between / paper["default"]["sink_1"])
     losses = (paper["nope"]["valid_loss"] + paper["weight_decay_1"]["valid_loss"]) / 2
     assert rules.LOSS == pytest.approx(losses / paper["default"]["valid_loss"] - 1)
+    even = sum(1 / i for i in range(1, 65)) / 64  # alpha_1 of a head that looks at all keys alike
+    base = 0.1818 * (0.3 - even) / (1 - even)
+    assert pytest.approx(base, abs=5e-4) == rules.BASE
+    assert rules.SHARES["alike"] == 1.0  # within a factor of two
 
 
 # --- quantities ------------------------------------------------------------------------------------------------------
@@ -517,12 +521,3 @@ def test_a_table_without_records_has_its_columns_and_a_warning_names_the_folder(
     assert {"experiment", "seed"} <= set(nothing) and set(nothing) - set(su.runs("laptop")) <= {
         *("block", "head", "alpha_1", "excess_1", "tokens", "step", "valid_loss")
     }
-
-
-def test_the_bars_are_what_the_papers_numbers_come_to():
-    even = (
-        sum(1 / i for i in range(1, 65)) / 64
-    )  # alpha_1 of a head that looks at all 64 keys alike
-    base = 0.1818 * (0.3 - even) / (1 - even)
-    assert pytest.approx(base, abs=5e-4) == rules.BASE
-    assert rules.SHARES["alike"] == 1.0  # within a factor of two

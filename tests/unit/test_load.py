@@ -288,9 +288,9 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
         assert cli.main([*command, str(there)]) == 2
     said = capsys.readouterr().err
     assert "page.html (No space left on device): free some space" in said
-    assert there.read_text() == "an older page" and [*tmp_path.glob(".*.tmp")] == []
+    assert there.read_text() == "an older page" and [*tmp_path.glob("*.tmp")] == []
     assert cli.main([*command, str(there)]) == 0
-    assert "random" in there.read_text() and [*tmp_path.glob(".*.tmp")] == []
+    assert "random" in there.read_text() and [*tmp_path.glob("*.tmp")] == []
 
 
 def write_gguf(path, model):

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.data import embedded
+from sinkutils.ledger.claims_file import read_claims
 from sinkutils.paths import OPEN_LMS, PAPER, ROOT
 from sinkutils.study import experiments
 
@@ -105,12 +106,15 @@ def test_importing_the_package_loads_few_modules():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-def test_what_contributing_says_to_paste_is_an_experiment():
+def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.strip().startswith("softplus: {title")]
     ((name, fields),) = yaml.safe_load(line).items()
     change = experiments.Experiment(name, "8", **fields).change
     assert set(change) <= set(experiments.experiment("sigmoid").change)
+    (claim,) = re.findall(r"```yaml\n(- id:.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "claims.yaml").write_text(claim)
+    assert read_claims(tmp_path / "claims.yaml")[0].checks[0].runs == (name,)
 
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():

@@ -17,8 +17,10 @@ COMMON = """
 import logging, os, sys, types
 import torch, transformers as tf
 from torch import distributed
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 sys.path[:0] = [r"{root}/tests", r"{root}/benchmarks"]
 import sinkutils as su
+from helpers import refuses
 from small_models import build, tokens
 
 torch.set_num_threads(1)
@@ -49,16 +51,29 @@ def trainer(model, callback, steps=3):
     return rows
 
 
+def shard(model):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def not_measured(model, reason):
+    "The callback and `measure` refuse a model for this reason; returns what the callback says."
+    callback = su.SinkCallback(ids, every=1)
+    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
+    callback.on_train_begin(None, state, types.SimpleNamespace(should_log=False), model=model)
+    assert reason in callback.why_not
+    refuses(reason, su.measure, model, ids)
+    return callback.why_not
+
+
 import sinkutils.measuring.callback
 right = su.measure(build("llama"), ids).summary()["sink_1"]
 """
 WAYS = """
-def fully_shard():
-    from torch.distributed.fsdp import fully_shard
+def sharded():
     model = build("llama").train()
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model)
     rows = trainer(model, su.SinkCallback(tokens(4, 12 + rank), every=2))  # other ids in each process
     assert len(rows) == (3 if rank == 0 else 0), rows
     if rank == 0:
@@ -68,18 +83,14 @@ def fully_shard():
 
 
 def a_shard_that_cannot_be_measured():
-    from torch.distributed.fsdp import fully_shard
     model = build("llama").train()
     model.set_attn_implementation("sdpa")
     model.model.layers[1].self_attn.is_causal = False
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model)
     assert trainer(model, su.SinkCallback(ids, every=1)) == []
 
 
 def a_shard_that_breaks_in_the_middle_of_a_pass():
-    from torch.distributed.fsdp import fully_shard
     model = build("llama").train()
 
     def stop(module, *_):
@@ -87,9 +98,7 @@ def a_shard_that_breaks_in_the_middle_of_a_pass():
             raise ValueError("in the middle")
 
     model.model.layers[0].mlp.register_forward_hook(stop)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model)
     assert trainer(model, su.SinkCallback(ids, every=1)) == []
 
 
@@ -106,16 +115,7 @@ def tensor_parallel():
     for layer in model.model.layers:
         plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel())
         parallelize_module(layer, mesh, plan | {"self_attn.o_proj": RowwiseParallel()})
-    try:
-        su.measure(model, ids)
-    except ValueError as error:
-        assert "is cut over processes by tensor parallelism" in str(error), error
-    else:
-        raise AssertionError("measured")
-    callback = su.SinkCallback(ids, every=1)
-    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
-    callback.on_train_begin(None, state, types.SimpleNamespace(should_log=False), model=model)
-    assert callback.why_not
+    not_measured(model, "tensor parallelism")
 
 
 def a_plan_of_transformers():
@@ -124,29 +124,16 @@ def a_plan_of_transformers():
         build("llama").save_pretrained(folder)
     distributed.barrier()
     model = tf.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=None)
-    try:
-        su.measure(model, ids)
-    except ValueError as error:
-        assert "is cut over processes by tensor parallelism" in str(error), error
-    else:
-        raise AssertionError("measured")
+    refuses("is cut over processes by tensor parallelism", su.measure, model, ids)
 
 
 def the_older_FSDP():
-    from torch.distributed.fsdp import FullyShardedDataParallel
     model = FullyShardedDataParallel(build("llama"), use_orig_params=True, device_id=torch.device("cpu"))
-    callback = su.SinkCallback(ids, every=1)
-    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
-    callback.on_train_begin(None, state, types.SimpleNamespace(should_log=False), model=model)
-    assert "use fully_shard" in callback.why_not
-    try:
-        su.measure(model, ids)
-    except ValueError as error:
-        assert "FullyShardedDataParallel" in str(error) and "\\n" not in str(error)
+    assert "use fully_shard" in not_measured(model, "FullyShardedDataParallel")
 
 
 for way in (
-    fully_shard,
+    sharded,
     a_shard_that_cannot_be_measured,
     a_shard_that_breaks_in_the_middle_of_a_pass,
     replicas,

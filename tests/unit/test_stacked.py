@@ -82,19 +82,6 @@ def test_the_gradient_of_each_model_is_clipped_by_its_own_norm():
     assert clipped.norm() == pytest.approx(1.0)
 
 
-def test_a_model_whose_gradient_is_huge_leaves_the_others_as_they_are(tiny, corpus):
-    configs = [variant(tiny, "fixed_1", seed, clip_norm=0.1) for seed in (0, 1)]
-    calm, wild = (Stack([Run(config, corpus, CPU) for config in configs]) for _ in range(2))
-    with torch.no_grad():
-        wild.parameters["unembed.weight"][1] *= 1e4
-    for _ in range(3):
-        calm.advance()
-        wild.advance()
-    assert wild.runs[1].passed[0][1] > 100 * calm.runs[1].passed[0][1]
-    for parameter, same in zip(wild.parameters.values(), calm.parameters.values(), strict=True):
-        assert_close(parameter[0], same[0], rtol=0, atol=1e-7)
-
-
 def test_records_of_stacked_runs_are_those_of_single_runs(tiny, corpus, tmp_path):
     configs = [variant(tiny, "k_bias", seed, eval_every=10) for seed in (0, 1)]
     records = train_stacked(

@@ -26,7 +26,6 @@ from sinkutils.study import record as records_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.store import Runs
 from sinkutils.training import sweep as sweep_module
-from sinkutils.training import trainer
 from sinkutils.training.run import Run
 from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
 
@@ -242,7 +241,7 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(records_module, "write_synced", write)
-        patch.setattr(trainer, "write_synced", write)
+        patch.setattr(paths, "write_synced", write)
         assert sweep.status() == 1
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
