@@ -107,11 +107,14 @@ let round = 0;
 async function compute() {
   if (!isLive() && !DATA.sentences.includes(state.text)) state.text = DATA.sentences[0];
   const now = ++round, tokens = TOKENIZER.encode(state.text), room = CONTEXT - configOf().fixed;
+  const even = evenShare(tokens.length + (configOf().fixed ? 1 : 0));
   writeAddress();
   $("note").textContent = !isLive() ? "This model was run beforehand, on the sentences of the list."
     : tokens.length < 3 ? "There is too little text: the picture is of the one before."
       : tokens.length > room ? `The text is long: the model reads its first ${room} tokens.`
-        : `${tokens.length} tokens. Most words are several tokens.`;
+        : even > 0.2 ? `${tokens.length} tokens: so few that even attention gives the first one ${even.toFixed(2)}. `
+          + "Compare the dots with the dotted line, or type more."
+          : `${tokens.length} tokens. Most words are several tokens.`;
   if (tokens.length < 3) return;
   const edited = await pass(state.model, tokens, state);
   const trained = operated() ? await pass(state.model, tokens, UNTOUCHED) : edited;

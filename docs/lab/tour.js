@@ -74,7 +74,9 @@ function start() {
   $("tour-end").onclick = () => goTo(0);
   onhashchange = () => {
     openAddress();
-    $("summary").scrollIntoView({ block: "nearest" });
+    // On a phone the picture is above the summary, which lies under a bar there.
+    if (matchMedia("(max-width: 899px)").matches) $("of-head").scrollIntoView();
+    else $("summary").scrollIntoView({ block: "nearest" });
   };
   openAddress();
 }

@@ -394,6 +394,7 @@ def test_the_toy_spends_all_with_softmax_whatever_the_logits(driver):
     ("text", "seen"),
     [
         ("", "too little text"),
+        ("Hello world", "so few that even attention gives the first one 0."),
         ("x" * 10_000, "its first 63 tokens"),
         ("one two three. " * 700, "its first 63 tokens"),
         ("😀👩‍👩‍👧", "tokens"),
@@ -456,6 +457,14 @@ def test_the_first_screen_of_a_phone_says_that_an_operation_is_on(driver):
         by_id(driver, "operations").find_element(By.TAG_NAME, "button").click()
         settled(driver)
         assert not by_id(driver, "operations").is_displayed()
+        # A link of the page leads to the map, which the bar does not cover.
+        driver.execute_script("document.querySelector('#try a').click()")
+        settled(driver)
+        top, bottom = driver.execute_script(
+            "const { top, bottom } = document.getElementById('map').getBoundingClientRect();"
+            "return [top, bottom];"
+        )
+        assert 0 <= top < bottom < PHONE["height"]
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
