@@ -26,9 +26,10 @@ html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_per
 
 
 def link_to_pages(app, page, template, context, doctree):
-    """A cell's output links to a row of the ledger as a notebook does; in the book it is a page."""
+    """A cell's output links to a notebook; in the book that is a page."""
     if "body" in context:
-        context["body"] = context["body"].replace(".ipynb#", ".html#")
+        for end in ("#", '"'):  # of a link to a section, and to a page
+            context["body"] = context["body"].replace(f".ipynb{end}", f".html{end}")
 
 
 def setup(app):
