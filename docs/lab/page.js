@@ -114,7 +114,7 @@ async function compute() {
       : tokens.length > room ? `The text is long: the model reads its first ${room} tokens.`
         : even > 0.2 ? `${tokens.length} tokens: so few that even attention gives the first one ${even.toFixed(2)}. `
           + "Compare the dots with the dotted line, or type more."
-          : `${tokens.length} tokens. Most words are several tokens.`;
+          : `${tokens.length} tokens. Longer words are several tokens.`;
   if (tokens.length < 3) return;
   const edited = await pass(state.model, tokens, state);
   const trained = operated() ? await pass(state.model, tokens, UNTOUCHED) : edited;
@@ -310,10 +310,16 @@ function buildControls() {
     show();
     NAMES.forEach(showCard);
   };
-  // Notebooks are pages in the book, and files where this page is opened as one of the repository.
+  // Notebooks are pages in the book. A page that is a file by itself can only say where they are.
   const inBook = location.protocol !== "file:" || location.pathname.includes("/book/");
-  addEventListener("click", ({ target }) => {
-    if (inBook && target.href) target.href = target.href.replace(/\.ipynb$/, ".html");
+  addEventListener("click", (event) => {
+    const { target } = event;
+    if (!target.href?.endsWith(".ipynb")) return;
+    if (inBook) target.href = target.href.replace(/\.ipynb$/, ".html");
+    else {
+      event.preventDefault();
+      target.replaceWith(`${target.textContent} (notebooks/${target.href.split("/").at(-1)})`);
+    }
   });
 }
 
@@ -328,8 +334,10 @@ function paint() {
 
 // From the first checkpoint to the last.
 async function play({ target }) {
+  const { tour, model } = state;
   target.disabled = true;
-  for (const step of stepsOf(state.model)) {
+  for (const step of stepsOf(model)) {
+    if (state.tour !== tour || state.model !== model) break; // one has gone on meanwhile
     await change({ step });
     await new Promise((wake) => { setTimeout(wake, 700); });
   }

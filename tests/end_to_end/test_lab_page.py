@@ -113,6 +113,8 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
         assert of_map == pytest.approx(spent[sums["head"]])  # the weights themselves are drawn
         later = [sum(row) / len(row) < 0.5 for row in spent[4:]]
         assert sum(later) > len(later) / 2
+        means = [sum(row) / len(row) for row in spent]
+        assert round(means[sums["head"]], 2) == 0.17 and min(means[:4]) > 0.95
     if number == 5:  # "more than before, and the loss rises"
         more = "above(results.edited.alpha) > above(results.trained.alpha)"
         costs = "mean(results.edited.losses) > mean(results.trained.losses)"
@@ -531,6 +533,8 @@ def test_links_to_notebooks_lead_to_files_in_the_repository_and_to_pages_in_the_
     visit(driver)
     files = driver.execute_script(click)
     assert files and all((ROOT / "notebooks" / file).exists() for file in files)
+    shown = driver.find_element(By.TAG_NAME, "body").get_attribute("textContent")
+    assert all(f"(notebooks/{file})" in shown for file in files)
     driver.get(copy.as_uri())
     until(driver, "results.edited")
     pages = driver.execute_script(click)
