@@ -151,8 +151,7 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
-    from sinkutils.training.group import joined
-    from sinkutils.training.sweep import end_with_parent
+    from sinkutils.training.group import end_with_parent, joined
     from sinkutils.training.trainer import train
 
     end_with_parent()  # a worker of a sweep stops when the sweep is killed

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require, short
-from sinkutils.measuring.refusals import check_range, check_weights
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import OwnModel, Tally
@@ -129,6 +128,33 @@ def measure(
     report.bos = bos
     warn_of_short_texts(report)
     return report
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
+    for path, module in model.named_modules():
+        offloaded = hasattr(module, "_hf_hook")  # accelerate's, which fetches the weights
+        for name, weight in module.named_parameters(path, recurse=False):
+            if weight.is_meta and not offloaded:
+                raise ValueError(
+                    f"model has weights on the meta device ({name}), without numbers: load it first"
+                )
+            coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
+            if coarse and not getattr(model, "is_quantized", False):
+                raise ValueError(
+                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
+                    "model.to(torch.bfloat16)"
+                )
+
+
+def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
+    """Refuse a token without an embedding: its look-up would end a process's use of a GPU."""
+    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
+            f"got {low}..{high}"
+        )
 
 
 def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

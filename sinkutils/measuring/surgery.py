@@ -32,9 +32,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.measuring.hf import Capture, observe
-from sinkutils.measuring.measure import measure, sequences
+from sinkutils.measuring.measure import check_range, measure, sequences
 from sinkutils.measuring.passes import Measuring, Pass
-from sinkutils.measuring.refusals import check_positions, check_range
+from sinkutils.measuring.refusals import check_positions
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import Edit, OwnModel, Tally

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkutils.checks import require
-from sinkutils.measuring.refusals import why_not_finite
 from sinkutils.measuring.report import Kept, NotFinite, Report
 from sinkutils.model.attention import AttentionSpec, attend, divide
 from sinkutils.model.decoder import TransformerLM
@@ -210,6 +209,16 @@ class Tally:
         if self.norms:  # the embedding was added as layer 0
             means["embedding_norms"] = means["embedding_norms"][0]
         return means
+
+
+def why_not_finite(model: nn.Module) -> str:
+    """What is not finite in a model whose attention is not."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
+            return f"the weights hold nan or infinite values ({name})"
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        return "every weight is finite and activations overflow float16: use bfloat16 or float32"
+    return "every weight is finite, and activations are not: a layer overflows or divides by zero"
 
 
 @dataclass

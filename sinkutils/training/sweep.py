@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,11 +30,11 @@ from sinkutils.study.experiments import preset
 from sinkutils.study.grid import config
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
+from sinkutils.training.group import PARENT
 
 POLL_SECONDS = 0.2
 LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
 SAID = "sinkutils: "  # how messages of the command line begin
-PARENT = "SINKUTILS_PARENT"  # the variable by which a worker knows the process that started it
 STOP_SECONDS = 10.0  # which a worker has to end after TERM
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
 AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
@@ -90,20 +88,6 @@ def stop(jobs: list[Job]) -> int:
 def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
     """A run from beginning to end, where an engine has sent it: exit status and messages."""
     return Worker(arguments, log).result()
-
-
-def end_with_parent() -> None:
-    """Of a worker: end when the sweep that started this process has ended, or was killed."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -> tuple[str, ...]:
