@@ -116,8 +116,7 @@ def list_options(command: Parser) -> None:
 
 def list_command(options: argparse.Namespace) -> None:
     """show every experiment with the paper's value and what is recorded"""
-    from sinkutils.study.experiments import experiments
-    from sinkutils.study.grid import resolve, unavailable
+    from sinkutils.study.grid import experiments, resolve, unavailable
     from sinkutils.study.store import Runs
 
     rows = experiments(options.section)

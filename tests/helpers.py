@@ -20,8 +20,7 @@ from sinkutils import LMConfig, TransformerLM
 from sinkutils.measuring import fused
 from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
-from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.grid import config, unavailable
+from sinkutils.study.grid import EXPERIMENTS, config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
 from sinkutils.training.run import Run
 

@@ -26,8 +26,7 @@ from sinkutils.checks import choice, first_line, integer, real
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import Identity, load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
-from sinkutils.study.experiments import preset
-from sinkutils.study.grid import config
+from sinkutils.study.grid import config, find_preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.group import PARENT
@@ -96,7 +95,7 @@ def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -
     So the seeds of a preset are alike. "cuda" on this machine means its GPUs in turn. Raises
     ValueError where a GPU is wanted and this machine has none.
     """
-    kind = device or preset(preset_name).device
+    kind = device or find_preset(preset_name).device
     if engine_name == "local":
         find_device(kind)
         if kind == "cuda":
@@ -256,7 +255,7 @@ def sweep(
 
 def _text_of(preset_name: str, corpus: str) -> Identity:
     """What a text is, in the tokens of a preset."""
-    return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
+    return load_corpus(corpus, find_preset(preset_name).model.vocab_size).identity
 
 
 def _locked(run_folder: RunFolder, store: Runs) -> bool:
@@ -277,7 +276,7 @@ def estimate(
     only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset names for its own steps."""
-    base = preset(preset_name)
+    base = find_preset(preset_name)
     text = _text_of(preset_name, corpus) if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)
     a_step = base.seconds / base.train.steps

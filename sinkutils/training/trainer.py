@@ -23,13 +23,11 @@ from sinkutils.data.corpus import Corpus, Identity, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.paths import replace_file
 from sinkutils.study import grid
-from sinkutils.study.config import FinetuneConfig, Json, RunConfig
-from sinkutils.study.experiments import PRESETS
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig, config_hash
 from sinkutils.study.record import (
     CHECKPOINT_SECONDS,
     CorruptRecord,
     Record,
-    config_hash,
     write_record,
 )
 from sinkutils.study.store import Folder, RunFolder, Runs
@@ -94,7 +92,7 @@ def train(
     run_folder = group.once(store.of, config, text.identity)
     _check_text(text, run_folder, own_folder=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
-        wanted = config.preset in PRESETS and PRESETS[config.preset].compile
+        wanted = config.preset in grid.PRESETS and grid.PRESETS[config.preset].compile
         compile = wanted and target.type == "cpu" and compiles()
     start: Record | None = None
     if isinstance(config, FinetuneConfig):

@@ -45,7 +45,6 @@ import contextlib, dataclasses, json, sys
 from pathlib import Path
 import torch
 from helpers import interrupted
-from sinkutils.study import experiments as presets
 from sinkutils.training import group as distributed
 from sinkutils.training import run as states
 from sinkutils.__main__ import main
@@ -68,9 +67,9 @@ with joined(torch.device("cpu")) as ddp:
     train(half, out / "ddp-bf16", **arguments)
     (out / f"ddp-{ddp.rank}.json").write_text(json.dumps([record.status, record.metrics["final"]["step"]]))
     # Two processes take a micro batch each of what one process takes as two.
-    smoke = presets.PRESETS["smoke"]
+    smoke = grid.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
-    presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
+    grid.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
     tuning = grid.config("sft_softmax", "smoke")
     schedule = dataclasses.replace(tuning.train, steps=4, eval_every=2, batch_size=8, micro_batch=4, valid_chunks=8)
     tuning = dataclasses.replace(tuning, train=schedule, pairs=32, instructions=f"path:{sys.argv[5]}")

@@ -18,7 +18,7 @@ from sinkutils.ledger.quantities import as_judged, of_run
 from sinkutils.ledger.readings import Bar, Readings, label, readings, real_models
 from sinkutils.ledger.statistics import Estimate, agreement, fit_prior, inverse_trigamma, moderated
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
-from sinkutils.study.experiments import EXPERIMENTS
+from sinkutils.study.grid import EXPERIMENTS
 
 
 def made(excesses, quantity="excess", least=3, preset="laptop", **more):

@@ -22,8 +22,7 @@ from sinkutils.data.packing import Chunks, DataConfig, fix_position
 from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
-from sinkutils.study.experiments import PRESETS
-from sinkutils.study.grid import plan
+from sinkutils.study.grid import PRESETS, plan
 from sinkutils.study.record import read_record, rounded
 from sinkutils.study.store import Runs
 from sinkutils.training import run as training_run
