@@ -296,28 +296,28 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
         inner = values
         for part in parts:
             inner = inner[part]
-        inner[name] = _scaled(value, inner[name], run, scale)
+        inner[name] = _scaled(value, inner[name], run.model, scale)
     whole: RunConfig = from_dict(type(run), values)
     return whole
 
 
-def _scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
+def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     """The value of a change at a preset: {"times": 2} is twice the base's.
 
     {"times": 1/4, "of": "context"} is a quarter of that, and at most the base's value where it has
-    one. Whole numbers stay whole, and what is not in braces stays as it is. old, run: the base's
-    value, and the base.
+    one. Whole numbers stay whole, and what is not in braces stays as it is. old, base: the base's
+    value, and its model.
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
     of = value.get("of")
-    context = run.model.context_length
+    context = base.context_length
     share = float(Fraction(value["times"]))
     reference: Any  # an int or a float, as the field
     if of == "context":
         reference = context
     elif of == "head_dim":
-        reference = run.model.head_dim
+        reference = base.head_dim
     elif of == "step_tokens":  # by a context: the batch size that has as many tokens as the base's
         reference = old * context
     elif of == "four_epochs":

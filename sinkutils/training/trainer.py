@@ -31,10 +31,11 @@ from sinkutils.study.record import (
     write_record,
 )
 from sinkutils.study.store import Folder, RunFolder, Runs
+from sinkutils.training.final import summary
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.run import Run, instruction_set, summary
+from sinkutils.training.run import Run, instruction_set
 
 CHECKPOINT = 2  # raised when what a checkpoint holds changes
 DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before the rest
