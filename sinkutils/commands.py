@@ -295,8 +295,8 @@ def measure_command(options: argparse.Namespace) -> None:
     import pandas as pd
 
     from sinkutils.data.external import read_texts
-    from sinkutils.measuring.own import BOS, subject
     from sinkutils.measuring.report import check_epsilons, check_targets
+    from sinkutils.measuring.subject import BOS, subject
 
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)

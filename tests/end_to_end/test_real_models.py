@@ -22,7 +22,6 @@ import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.measuring import surgery
-from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import (
     REAL_MODELS,
     ModelUnavailable,
@@ -31,6 +30,7 @@ from sinkutils.measuring.real import (
     install,
     model_folder,
 )
+from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
