@@ -24,7 +24,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
-from sinkutils.study.record import Record, rounded
+from sinkutils.study.record import rounded
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
 
@@ -145,10 +145,7 @@ def set_rate(optimizers: list[Optimizer], rate: float) -> None:
 
 
 class Run:
-    """The state of one run between two optimiser steps; `train` drives it.
-
-    start: of a fine-tuning, the record whose weights it starts from.
-    """
+    """The state of one run between two optimiser steps; `train` drives it."""
 
     loss = staticmethod(next_token_loss)
     weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
@@ -163,7 +160,6 @@ class Run:
         corpus: Corpus,
         device: torch.device,
         group: Group = ALONE,
-        start: Record | None = None,
     ) -> None:
         # `torch.__version__` compares as a version and not as letters.
         require(torch.__version__ >= "2.11", "training needs torch 2.11 or later")
@@ -171,7 +167,6 @@ class Run:
         self.corpus = corpus
         self.device = device
         self.group = group
-        self.start = start
         self.tokenizer = corpus.tokenizer
         self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says

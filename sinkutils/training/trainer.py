@@ -124,7 +124,11 @@ def train(
         if done is not None:
             return done
         group.once(run_folder.check_free)
-        run = (FinetuneRun if start else Run)(config, text, target, group, start)
+        run: Run
+        if isinstance(config, FinetuneConfig) and start is not None:
+            run = FinetuneRun(config, text, target, start, group)
+        else:
+            run = Run(config, text, target, group)
         load_checkpoint(run, run_folder.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile
