@@ -183,17 +183,24 @@ def set_back(
     return edit(model, ids, "block", to_the_mean, [block])
 
 
-def hide(model: nn.Module, ids: Tensor, since: int = 2, last: int | None = None) -> Outcome:
+def hide(
+    model: nn.Module,
+    ids: Tensor,
+    since: int = 2,
+    last: int | None = None,
+    targets: Sequence[int] = TARGETS,
+) -> Outcome:
     """Mask x_1 from the queries at positions `since`..T: does another token become the sink?
 
     since: with 2 no other token sees x_1. Later: a cache that has held k_1 until then drops it.
     last: as in `untouched`.
+    targets: the positions k of the report's Sink_k.
     """
     integer("since", since, least=2)
     at = torch.arange(ids.shape[1])
     hidden = (at[:, None] >= since - 1) & (at == 0)  # (queries, keys)
     with operating(model, ids, cache=True) as capture:
-        return run(capture, ids, last=last, hidden=hidden)
+        return run(capture, ids, last=last, hidden=hidden, targets=targets)
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
@@ -307,6 +314,7 @@ def run(
     last: int | None = None,
     hidden: Tensor | None = None,
     edit: Edit | None = None,
+    targets: Sequence[int] = TARGETS,
 ) -> Outcome:
     """Losses and shares of attention of ids (samples, T).
 
@@ -317,7 +325,7 @@ def run(
     length = ids.shape[1]
     scored = length - 1 if last is None else last
     integer("last", scored, 1, length - 1)
-    tally = Tally(TARGETS, length, norms=cache is None)
+    tally = Tally(tuple(targets), length, norms=cache is None)
     losses, predicted = [], []
     for batch in ids.to(source.device).split(max(1, ELEMENTS // (scored * source.vocabulary))):
         if isinstance(source, OwnModel):
