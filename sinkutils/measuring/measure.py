@@ -208,13 +208,18 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
         "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed "
         "texts, marked 1, 2, .., are not supported: give each text a row of its own)",
     )
-    starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)  # of runs of tokens
+    steps = F.pad(real.int(), (1, 0)).diff(dim=1)  # 1 where a run of tokens starts
+    starts = (steps == 1).sum(dim=1)
     require(
         bool((starts == 1).all()),
         "attention_mask has padding between the tokens of a row, or a row of padding: "
         "put it at either end",
     )
-    long = [ids[i, real[i]] for i in range(len(ids)) if int(real[i].sum()) >= longest]
+    long = []
+    for row, kept in zip(ids, real, strict=True):
+        tokens = row[kept]
+        if len(tokens) >= longest:
+            long.append(tokens)
     require(
         len(long) > 0,
         f"no row of ids has the {longest} tokens that target {longest} needs, without its padding",
@@ -232,7 +237,8 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
     for token in token_ids(model, "pad_token_id") or lasts:
         padding = ids == token
         if token in firsts | lasts:
-            begins, ends = padding[:, :2].all(dim=1), padding[:, -2:].all(dim=1)
+            begins = padding[:, :2].all(dim=1)
+            ends = padding[:, -2:].all(dim=1)
             padding = (begins | ends) & (ids.shape[1] > 2)
         if padding.any():
             warnings.warn(

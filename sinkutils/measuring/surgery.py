@@ -327,7 +327,8 @@ def run(
     integer("last", scored, 1, length - 1)
     tally = Tally(tuple(targets), length, norms=cache is None)
     losses, predicted = [], []
-    for batch in ids.to(source.device).split(max(1, ELEMENTS // (scored * source.vocabulary))):
+    size = max(1, ELEMENTS // (scored * source.vocabulary))  # texts a batch
+    for batch in ids.to(source.device).split(size):
         if isinstance(source, OwnModel):
             source.tally, source.edit = tally, edit
             logits = source.model(batch, source)
@@ -342,7 +343,8 @@ def run(
             source.finish()
             logits = output.logits
         logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
-        losses.append(F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none").cpu())
+        each = F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none")
+        losses.append(each.cpu())
         predicted.append(logits.argmax(dim=-1).cpu())
     samples = torch.arange(len(ids))
     report = tally.report(source, samples, torch.full_like(samples, length), (0.3,))

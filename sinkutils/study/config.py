@@ -129,7 +129,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     warm = train.warmup_steps
     if step < warm:
         return peak * (step + 1) / warm
-    done = min(1.0, (step - warm) / max(1, train.steps - 1 - warm))
+    last = max(1, train.steps - 1 - warm)  # counted from the end of the warm-up
+    done = min(1.0, (step - warm) / last)
     cosine = 0.5 * (1 + math.cos(math.pi * done))
     return peak * (floor + (1 - floor) * cosine)
 

@@ -203,7 +203,8 @@ def write_record(
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     files = {}
-    for name, part in zip(JSONS, (values, rounded(metrics), provenance | versions()), strict=True):
+    parts = (values, rounded(metrics), provenance | versions())
+    for name, part in zip(JSONS, parts, strict=True):
         text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
         files[name] = text.encode()
     if arrays:

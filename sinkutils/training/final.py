@@ -96,7 +96,8 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting
-        shares[kind], left = taken.sum(dim=-1), left - taken
+        shares[kind] = taken.sum(dim=-1)
+        left = left - taken
     means = {}
     for kind, share in shares.items():
         by_head = share.double().mean(dim=(1, 2)).view(layers, heads)
@@ -123,7 +124,8 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
         for layer in model.modules():
             if isinstance(layer, Attention):
                 hooks.enter_context(layer.register_forward_pre_hook(keep))
-        loss = F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+        logits = model(ids[:, :-1]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
     # As an optimiser sums texts: what they share adds up, what differs cancels.

@@ -71,8 +71,9 @@ class Group:
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
+        each = min(micro_batch or share, share)  # sequences a forward pass
         require(
-            batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0,
+            batch_size % self.size == 0 and share % each == 0,
             f"{self.size} processes cannot share batches of {batch_size} sequences: "
             f"start as many as divide {batch_size // (micro_batch or 1)}",
         )
