@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from alone import PLACE, T, about, attending, in_company, itself_alone, seen_at
 from mechanism import numbers
 from open_lms import short
 from safetensors.torch import load_file
@@ -34,8 +35,7 @@ from sinkutils.study.config import from_dict
 from sinkutils.study.store import Runs
 
 RECORD = "gpu/default_constant_lr_steps_13638/0"
-TEXTS, T = 16, 64
-PLACE = 30  # of the token that is made to attend to itself alone
+TEXTS = 16
 LONG = 512  # the context that it was trained on
 FIRST = ("_", ".", "(", "\n   ", " a", " =")  # common tokens
 
@@ -96,67 +96,33 @@ def tokens(model: nn.Module, corpus: Corpus) -> dict[str, Any]:
     return result
 
 
-@contextmanager
-def attending(model: TransformerLM, layers: Sequence[int], change: Callable) -> Any:
-    """In some layers change(layer, attention, x, output) is what attention returns, (B, T, d)."""
-    with ExitStack() as hooks:
-        for layer in layers:
-
-            def hook(module: nn.Module, args: tuple, output: Tensor, layer: int = layer) -> Tensor:
-                return change(layer, module, args[0], output.clone())
-
-            handle = model.blocks[layer].attention.register_forward_hook(hook)
-            hooks.callback(handle.remove)
-        yield
-
-
-def itself_alone(place: int, _: int, module: Any, x: Tensor, output: Tensor) -> Tensor:
-    """The token at a place attends to itself alone: its head outputs are its own values."""
-    values = module.qkv(x).chunk(3, dim=-1)[2]
-    output[:, place - 1] = module.out(values[:, place - 1])
-    return output
-
-
-def alone(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
+def solitude(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
     """A token in the middle attends to itself alone in some blocks; or the first one to others."""
     ids = cut_anywhere(corpus, TEXTS, PLACE - 1 + T)
     cut = ids[:, PLACE - 1 :]  # the same token first
-    change = partial(itself_alone, PLACE)
-    cases = {"untouched": [], "block 1": [0], "block 2": [1], "block 3": [2]}
-    cases |= {"blocks 2 and 3": [1, 2], "blocks 1 to 3": [0, 1, 2], "all blocks": range(8)}
-    result: dict[str, Any] = {"place": PLACE, "middle": {}, "first": {}}
+    alone = partial(itself_alone, PLACE)
+    company = partial(in_company, 1, seen_at(model, ids, PLACE))
+    cases: dict[str, Iterable[int]] = {"untouched": [], "block 1": [0], "block 2": [1]}
+    cases |= {"block 3": [2], "blocks 2 and 3": [1, 2], "blocks 1 to 3": range(3)}
+    cases |= {"all blocks": range(8)}
+    result: dict[str, Any] = {"place": PLACE, "middle": {}, "first": {}, "both": {}}
     for case, layers in cases.items():
-        with attending(model, layers, change):
+        with attending(model, ids, layers, alone):
             report = measure(model, ids, targets=(1, PLACE))
-        peaks: Any = report.hidden_peaks  # (L, T)
-        result["middle"][case] = attention(report, PLACE) | {
-            "element": peaks[:, PLACE - 1].tolist(),
-            "x_1": attention(report),
-        }
+        result["middle"][case] = about(report, PLACE) | {"x_1": about(report, 1)}
 
-    seen: dict[int, Tensor] = {}
-
-    def look(layer: int, _: nn.Module, __: Tensor, output: Tensor) -> Tensor:
-        seen[layer] = output[:, PLACE - 1]
-        return output
-
-    with attending(model, range(3), look):
-        model.hidden(ids)
-
-    def company(layer: int, _: nn.Module, __: Tensor, output: Tensor) -> Tensor:
-        output[:, 0] = seen[layer]  # what the same token saw behind 29 others
-        return output
-
-    for case, layers in {
-        "untouched": [],
-        "blocks 2 and 3": [1, 2],
-        "blocks 1 to 3": [0, 1, 2],
-    }.items():
-        with attending(model, layers, company):
+    for case in ("untouched", "blocks 2 and 3", "blocks 1 to 3"):
+        with attending(model, cut, cases[case], company):
             outcome = surgery.untouched(model, cut)
-        peaks = outcome.report.hidden_peaks
-        result["first"][case] = attention(outcome.report) | numbers(outcome)
-        result["first"][case]["element"] = peaks[:, 0].tolist()
+        result["first"][case] = about(outcome.report, 1) | numbers(outcome)
+
+    # The two change places: x_1 is in company in blocks 2 and 3, token 30 alone in blocks 1 to 3.
+    with (
+        attending(model, ids, range(3), alone),
+        attending(model, ids, [1, 2], company),
+    ):
+        report = measure(model, ids, targets=(1, PLACE))
+    result["both"] = about(report, PLACE) | {"x_1": about(report, 1)}
     return result
 
 
@@ -256,7 +222,7 @@ def main() -> None:
     model.load_state_dict(weights)
     model.eval()
     result = {"record": RECORD, "texts": TEXTS, "T": T}
-    for part in (alone, cuts, starts, tokens):
+    for part in (solitude, cuts, starts, tokens):
         result[part.__name__] = part(model, corpus)
         print(part.__name__, flush=True)
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in short(result).items()]

@@ -7,9 +7,12 @@ core.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
+import torch
 from open_lms import FEW, add, usual_first
 from torch import Tensor
 
@@ -58,6 +61,61 @@ def writers(measured: Subject, ids: Tensor, block: int, dimension: int) -> dict[
     }
 
 
+@contextmanager
+def given(
+    model: Any, layers: Iterable[int], projections: Sequence[str], change: Callable
+) -> Iterator:
+    """In some layers a projection of attention returns change((layer, projection), output)."""
+    with ExitStack() as hooks:
+        for layer, projection in product(layers, projections):
+            module = model.model.layers[layer].self_attn.get_submodule(projection)
+
+            def hook(_: Any, __: Any, output: Tensor, key: tuple = (layer, projection)) -> Tensor:
+                return change(key, output)
+
+            hooks.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+def control(
+    model: Any, ids: Tensor, block: int, changes: dict[str, Callable[[Tensor], Tensor]]
+) -> dict[str, Any]:
+    """The loss under a change of h_1 if later blocks keep their old attention, their old v_1, or both.
+
+    With both, no token but x_1 notices the change.
+    """
+    old: dict[tuple, Tensor] = {}
+    later = range(block + 1, len(model.model.layers))
+
+    def look(key: tuple, output: Tensor) -> Tensor:
+        if output.shape[:2] == ids.shape:  # not the short text of `measure`'s check
+            old[key] = output
+        return output
+
+    def old_map(key: tuple, output: Tensor) -> Tensor:
+        return old[key] if output.shape[:2] == ids.shape else output
+
+    def old_value(key: tuple, output: Tensor) -> Tensor:
+        if output.shape[:2] != ids.shape:
+            return output
+        return torch.cat([old[key][:, :1], output[:, 1:]], dim=1)
+
+    with given(model, later, ("q_proj", "k_proj", "v_proj"), look):
+        surgery.untouched(model, ids)
+    result: dict[str, Any] = {}
+    for case, change in changes.items():
+        result[case] = {}
+        for kept in ("old value", "old attention", "both"):
+            with ExitStack() as hooks:
+                if kept != "old attention":
+                    hooks.enter_context(given(model, later, ("v_proj",), old_value))
+                if kept != "old value":
+                    hooks.enter_context(given(model, later, ("q_proj", "k_proj"), old_map))
+                outcome = surgery.edit(model, ids, "block", change, [block])
+            result[case][kept] = numbers(outcome)
+    return result
+
+
 def mechanism(measured: Subject) -> dict[str, Any]:
     """The model as it is and under each operation, on 16 texts of 64 tokens."""
     model, first = measured.model, usual_first(measured)
@@ -97,14 +155,19 @@ def mechanism(measured: Subject) -> dict[str, Any]:
             h[:, 0] = embedding + pair
             return h
 
+        changes = {
+            "element halved": scale(dimension, 0.5),
+            "element at zero": scale(dimension, 0.0),
+        }
         result[f"block {block + 1}"] = {
             "writers": written,
             "element halved": numbers(
-                surgery.edit(model, ids, "block", scale(dimension, 0.5), [block])
+                surgery.edit(model, ids, "block", changes["element halved"], [block])
             ),
             "element at zero": numbers(
-                surgery.edit(model, ids, "block", scale(dimension, 0.0), [block])
+                surgery.edit(model, ids, "block", changes["element at zero"], [block])
             ),
+            "control": control(model, ids, block, changes),
             "bare embedding": numbers(surgery.edit(model, ids, "block", bare, [block])),
             "bare embedding and two neurons": numbers(
                 surgery.edit(model, ids, "block", pair_alone, [block])
