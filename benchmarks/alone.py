@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.own import BOS, Subject, subject
 from sinkutils.measuring.report import Report
+from sinkutils.measuring.subject import BOS, Subject, subject
 from sinkutils.model.decoder import TransformerLM
 
 T = 64

@@ -16,8 +16,7 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.study.experiments import PRESETS
-from sinkutils.study.grid import config
+from sinkutils.study.grid import PRESETS, config
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, usable_precision
 from sinkutils.training.trainer import device_name, reproducible

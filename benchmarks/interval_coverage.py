@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.readings import Readings
-from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.grid import resolve
+from sinkutils.study.grid import EXPERIMENTS, resolve
 
 STUDIES, SETTINGS = 60, 100
 MEDIAN_SPREAD, SPREAD_OF_SPREADS = (

@@ -17,7 +17,7 @@ from open_lms import FEW, add, usual_first
 from torch import Tensor
 
 from sinkutils.measuring import surgery
-from sinkutils.measuring.own import Subject, subject
+from sinkutils.measuring.subject import Subject, subject
 
 WRITERS = (
     2,

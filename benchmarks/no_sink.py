@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sinkutils as su
 from sinkutils import paths
 from sinkutils.measuring import surgery
-from sinkutils.measuring.own import Subject, subject
+from sinkutils.measuring.subject import Subject, subject
 from sinkutils.training.trainer import train
 
 NAMES = ("weight_decay_0", "gate_head", "softpick", "sigmoid_normalised")

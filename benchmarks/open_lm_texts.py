@@ -27,8 +27,8 @@ from sinkutils.data import embedded
 from sinkutils.data.probes import bos_id, encode, probe
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.own import BOS, TEXT
 from sinkutils.measuring.real import REAL_MODELS
+from sinkutils.measuring.subject import BOS, TEXT
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
 DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32

@@ -19,9 +19,9 @@ import torch
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.probes import PROBES, bos_id, encode
-from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Kept, Report
+from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
 from sinkutils.plots.report import SAMPLE
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)

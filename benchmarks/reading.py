@@ -46,8 +46,7 @@ def seconds(code: str, checkout: Path, home: Path | None) -> float:
 def copies(home: Path) -> int:
     """RECORDS records below `home`, the same values under the name and config of one run each."""
     from sinkutils.paths import RUNS
-    from sinkutils.study.experiments import EXPERIMENTS
-    from sinkutils.study.grid import config, resolve
+    from sinkutils.study.grid import EXPERIMENTS, config, resolve
     from sinkutils.study.record import read_record, record_folder, write_record
 
     like = read_record(

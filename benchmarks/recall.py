@@ -23,7 +23,7 @@ from open_lms import FEW, add, usual_first
 from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
-from sinkutils.measuring.own import BOS, TEXT, Subject, subject
+from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
 
 LENGTHS = (128, 256, 512)
 PROMPTS = 4  # of each length and depth

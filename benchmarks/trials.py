@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sinkutils import paths
-from sinkutils.measuring.own import Subject, subject
+from sinkutils.measuring.subject import Subject, subject
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.store import Runs
 

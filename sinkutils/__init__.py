@@ -20,7 +20,7 @@ _HOMES = {
     "load_lm": "measuring.load",
     "load_corpus": "data.corpus",
     "config": "study.grid",
-    "experiments": "study.experiments",
+    "experiments": "study.grid",
     "train": "training.trainer",
     "record": "study.store",
     "runs": "ledger.frames",

@@ -25,8 +25,8 @@ from sinkutils.plots.report import report_model as report_model
 from sinkutils.plots.report import report_page as report_page
 from sinkutils.plots.theme import save as save
 from sinkutils.plots.theme import theme as theme
-from sinkutils.study.experiments import experiments as experiments
 from sinkutils.study.grid import config as config
+from sinkutils.study.grid import experiments as experiments
 from sinkutils.study.store import record as record
 from sinkutils.training.trainer import train as train
 

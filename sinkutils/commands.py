@@ -116,8 +116,7 @@ def list_options(command: Parser) -> None:
 
 def list_command(options: argparse.Namespace) -> None:
     """show every experiment with the paper's value and what is recorded"""
-    from sinkutils.study.experiments import experiments
-    from sinkutils.study.grid import resolve, unavailable
+    from sinkutils.study.grid import experiments, resolve, unavailable
     from sinkutils.study.store import Runs
 
     rows = experiments(options.section)
@@ -151,8 +150,7 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
-    from sinkutils.training.group import joined
-    from sinkutils.training.sweep import end_with_parent
+    from sinkutils.training.group import end_with_parent, joined
     from sinkutils.training.trainer import train
 
     end_with_parent()  # a worker of a sweep stops when the sweep is killed
@@ -297,8 +295,8 @@ def measure_command(options: argparse.Namespace) -> None:
     import pandas as pd
 
     from sinkutils.data.external import read_texts
-    from sinkutils.measuring.own import BOS, subject
     from sinkutils.measuring.report import check_epsilons, check_targets
+    from sinkutils.measuring.subject import BOS, subject
 
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)

@@ -14,7 +14,7 @@ import torch
 from sinkutils import LMConfig, paths
 from sinkutils.data.corpus import Corpus, load_corpus, verified, write_meta
 from sinkutils.data.packing import DataConfig
-from sinkutils.study import experiments as presets
+from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, TrainConfig
 
 WORDS = (
@@ -23,9 +23,9 @@ WORDS = (
 ).split()
 
 # What is tested at smoke does not need the steps that a sink needs there.
-SMOKE = presets.PRESETS["smoke"]
+SMOKE = grid.PRESETS["smoke"]
 SHORT = dataclasses.replace(SMOKE.train, steps=60, batch_size=8, eval_every=20)
-presets.PRESETS["smoke"] = dataclasses.replace(SMOKE, train=SHORT)
+grid.PRESETS["smoke"] = dataclasses.replace(SMOKE, train=SHORT)
 
 
 @pytest.fixture(autouse=True)

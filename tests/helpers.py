@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,8 +23,8 @@ from sinkutils import LMConfig, TransformerLM
 from sinkutils.measuring import fused
 from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
-from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.grid import config, unavailable
+from sinkutils.paths import ROOT
+from sinkutils.study.grid import EXPERIMENTS, config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
 from sinkutils.training.run import Run
 
@@ -285,3 +288,24 @@ def made_up(
     said = DONE | metrics | {"final": END | metrics.get("final", {})}
     made = {"wall_seconds": 1.0, "instruction_set": ["avx2"]} | (made or {})
     return write_record(folder, run, said, made, **(kept or {}))
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that a test starts: one thread, and the modules of this checkout and of its tests."""
+    folders = (ROOT, ROOT / "tests", ROOT / "benchmarks")
+    path = os.pathsep.join(map(str, folders))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def torchrun(*arguments: str, **more: str) -> subprocess.CompletedProcess:
+    """Two processes that run this together, to their end; more: of their environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, *arguments], env=environment(**more), **streams)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # and not kill: torchrun ends its processes with itself
+        process.wait(60)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

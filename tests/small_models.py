@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import families
@@ -59,3 +60,57 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 def eager_alpha(model: nn.Module, ids: Tensor, targets: tuple[int, ...]) -> Tensor:
     """alpha of the targets by definition, (B, K, L, H)."""
     return helpers.alpha_by_definition(eager_maps(model, ids), targets)
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_gguf(path: Path, model: nn.Module, vocabulary: dict[str, Any]) -> None:
+    """A Llama as llama.cpp writes it: other names, q and k with the halves of a rotated pair apart.
+
+    vocabulary: what a writer of GGUF adds, by name, of the tokens.
+    """
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 10000.0,
+        "vocab_size": config.vocab_size,
+    }
+    for name, value in (sizes | vocabulary).items():
+        getattr(writer, f"add_{name}")(value)
+    for name, weight in model.state_dict().items():
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        for part, count in heads.items():
+            if part + "." in name:
+                rows = len(weight) // count // 2
+                weight = weight.unflatten(0, (count, 2, rows)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(name, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

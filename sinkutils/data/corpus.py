@@ -88,7 +88,8 @@ class Corpus:
     def documents(self, split: str) -> Iterator[np.ndarray]:
         """The documents of a split, each (N,), without EOS."""
         tokens = np.asarray(self.tokens(split))
-        for document in np.split(tokens, np.flatnonzero(tokens == self.eos_id) + 1)[:-1]:
+        ends = np.flatnonzero(tokens == self.eos_id) + 1
+        for document in np.split(tokens, ends)[:-1]:
             yield document[:-1]
 
     def decode(self, ids: np.ndarray) -> str:

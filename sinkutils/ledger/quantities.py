@@ -107,7 +107,8 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
     if metrics["status"] == "failed" or loss >= STUCK * math.log(config["model"]["vocab_size"]):
         return None
     curve = metrics["curve"] or [final]
-    steps = np.array([point["step"] for point in curve]) / max(1, curve[-1]["step"])  # as shares
+    steps = np.array([point["step"] for point in curve])
+    steps = steps / max(1, steps[-1])  # as shares
     numbers = {"valid_loss": final["valid_loss"]}
     numbers["turn"] = steps[np.argmin([point["valid_loss"] for point in curve])]
     if "train_loss" in final:
@@ -160,7 +161,8 @@ def _of_report(report: Json, window: int | None) -> Numbers:
     numbers["live_later"] = found["live"][1:].min(initial=1)
     seen = min(window or length, length)  # queries that see x_1
     if seen > 1:
-        shown = _later(np.mean(report["alpha"][0], axis=1)) * length / seen
+        alpha = np.mean(report["alpha"][0], axis=1)  # (L,), of the first token
+        shown = _later(alpha) * length / seen
         numbers["visible"] = excess(shown, uniform_alpha(seen))
     if "element" in found:
         numbers["element_1"] = found["element"][0]
@@ -198,7 +200,8 @@ def _of_tuning(curve: list[Json]) -> Numbers:
     losses = np.concatenate([point["losses"] for point in points])
     norms = np.concatenate([point["gradient_norms"] for point in points])
     tenth = max(1, len(losses) // 10)
-    start, end = losses[:tenth].mean(), losses[-tenth:].mean()
+    start = losses[:tenth].mean()
+    end = losses[-tenth:].mean()
     median = np.median(norms)
     numbers = {"fall": start - end, "end": end}
     numbers |= {"gradient": median, "spike": norms.max() / median}

@@ -19,8 +19,7 @@ from sinkutils import paths
 from sinkutils.ledger.quantities import Numbers, as_judged, of_run
 from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated, welch
 from sinkutils.study.config import Json
-from sinkutils.study.experiments import preset as find_preset
-from sinkutils.study.grid import resolve
+from sinkutils.study.grid import find_preset, resolve
 from sinkutils.study.record import SUMS, Folder
 from sinkutils.study.store import Runs
 

@@ -22,7 +22,7 @@ from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.experiments import PRESETS
+from sinkutils.study.grid import PRESETS
 from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
 from sinkutils.study.store import Runs
 

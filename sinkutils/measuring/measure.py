@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require, short
-from sinkutils.measuring.refusals import check_range, check_weights
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import OwnModel, Tally
@@ -131,6 +130,33 @@ def measure(
     return report
 
 
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
+    for path, module in model.named_modules():
+        offloaded = hasattr(module, "_hf_hook")  # accelerate's, which fetches the weights
+        for name, weight in module.named_parameters(path, recurse=False):
+            if weight.is_meta and not offloaded:
+                raise ValueError(
+                    f"model has weights on the meta device ({name}), without numbers: load it first"
+                )
+            coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
+            if coarse and not getattr(model, "is_quantized", False):
+                raise ValueError(
+                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
+                    "model.to(torch.bfloat16)"
+                )
+
+
+def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
+    """Refuse a token without an embedding: its look-up would end a process's use of a GPU."""
+    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
+            f"got {low}..{high}"
+        )
+
+
 def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """(layer, head) pairs, each once."""
     try:
@@ -182,13 +208,18 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
         "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed "
         "texts, marked 1, 2, .., are not supported: give each text a row of its own)",
     )
-    starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)  # of runs of tokens
+    steps = F.pad(real.int(), (1, 0)).diff(dim=1)  # 1 where a run of tokens starts
+    starts = (steps == 1).sum(dim=1)
     require(
         bool((starts == 1).all()),
         "attention_mask has padding between the tokens of a row, or a row of padding: "
         "put it at either end",
     )
-    long = [ids[i, real[i]] for i in range(len(ids)) if int(real[i].sum()) >= longest]
+    long = []
+    for row, kept in zip(ids, real, strict=True):
+        tokens = row[kept]
+        if len(tokens) >= longest:
+            long.append(tokens)
     require(
         len(long) > 0,
         f"no row of ids has the {longest} tokens that target {longest} needs, without its padding",
@@ -206,7 +237,8 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
     for token in token_ids(model, "pad_token_id") or lasts:
         padding = ids == token
         if token in firsts | lasts:
-            begins, ends = padding[:, :2].all(dim=1), padding[:, -2:].all(dim=1)
+            begins = padding[:, :2].all(dim=1)
+            ends = padding[:, -2:].all(dim=1)
             padding = (begins | ends) & (ids.shape[1] > 2)
         if padding.any():
             warnings.warn(

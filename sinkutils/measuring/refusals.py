@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, distributed, nn
 
 from sinkutils.checks import require
@@ -92,23 +90,6 @@ def check_heads(model: Any, heads: int) -> None:
         )
 
 
-def check_weights(model: nn.Module) -> None:
-    """Refuse weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
-    for path, module in model.named_modules():
-        offloaded = hasattr(module, "_hf_hook")  # accelerate's, which fetches the weights
-        for name, weight in module.named_parameters(path, recurse=False):
-            if weight.is_meta and not offloaded:
-                raise ValueError(
-                    f"model has weights on the meta device ({name}), without numbers: load it first"
-                )
-            coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
-            if coarse and not getattr(model, "is_quantized", False):
-                raise ValueError(
-                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
-                    "model.to(torch.bfloat16)"
-                )
-
-
 def check_positions(model: Any, table: Tensor, length: int) -> None:
     """Refuse more positions than are learned: a look-up beyond them would end a GPU's use.
 
@@ -137,16 +118,6 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
     )
 
 
-def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
-    """Refuse a token without an embedding: its look-up would end a process's use of a GPU."""
-    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
-            f"got {low}..{high}"
-        )
-
-
 def check_call(call: Call, name: str, kind: str) -> None:
     """Refuse what the named function of transformers computes of a call, where it has no alpha."""
     module = call.module
@@ -163,13 +134,3 @@ def check_call(call: Call, name: str, kind: str) -> None:
         raise ValueError(
             f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')"
         )
-
-
-def why_not_finite(model: nn.Module) -> str:
-    """What is not finite in a model whose attention is not."""
-    for name, weight in model.named_parameters():
-        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
-            return f"the weights hold nan or infinite values ({name})"
-    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
-        return "every weight is finite and activations overflow float16: use bfloat16 or float32"
-    return "every weight is finite, and activations are not: a layer overflows or divides by zero"

@@ -320,7 +320,8 @@ def norm_ratio(norms: Any) -> list[float]:
     rows = np.asarray(norms, dtype=float)
     require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
     others = rows[:, 1:].mean(axis=1)
-    ratios: list[float] = (rows[:, 0] / np.where(others > 0, others, np.nan)).tolist()
+    others = np.where(others > 0, others, np.nan)
+    ratios: list[float] = (rows[:, 0] / others).tolist()
     return ratios
 
 

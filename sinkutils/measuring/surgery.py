@@ -32,9 +32,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.measuring.hf import Capture, observe
-from sinkutils.measuring.measure import measure, sequences
+from sinkutils.measuring.measure import check_range, measure, sequences
 from sinkutils.measuring.passes import Measuring, Pass
-from sinkutils.measuring.refusals import check_positions, check_range
+from sinkutils.measuring.refusals import check_positions
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import Edit, OwnModel, Tally
@@ -327,7 +327,8 @@ def run(
     integer("last", scored, 1, length - 1)
     tally = Tally(tuple(targets), length, norms=cache is None)
     losses, predicted = [], []
-    for batch in ids.to(source.device).split(max(1, ELEMENTS // (scored * source.vocabulary))):
+    size = max(1, ELEMENTS // (scored * source.vocabulary))  # texts a batch
+    for batch in ids.to(source.device).split(size):
         if isinstance(source, OwnModel):
             source.tally, source.edit = tally, edit
             logits = source.model(batch, source)
@@ -342,7 +343,8 @@ def run(
             source.finish()
             logits = output.logits
         logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
-        losses.append(F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none").cpu())
+        each = F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none")
+        losses.append(each.cpu())
         predicted.append(logits.argmax(dim=-1).cpu())
     samples = torch.arange(len(ids))
     report = tally.report(source, samples, torch.full_like(samples, length), (0.3,))

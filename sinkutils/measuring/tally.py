@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkutils.checks import require
-from sinkutils.measuring.refusals import why_not_finite
 from sinkutils.measuring.report import Kept, NotFinite, Report
 from sinkutils.model.attention import AttentionSpec, attend, divide
 from sinkutils.model.decoder import TransformerLM
@@ -89,7 +88,8 @@ class Tally:
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add rows (B, n) of a layer to the sum over samples."""
-        self.sums[name][layer] = self.sums[name].get(layer, 0) + rows.sum(dim=0).float()
+        before = self.sums[name].get(layer, 0)
+        self.sums[name][layer] = before + rows.sum(dim=0).float()
 
     def _padded(self, values: Tensor, axes: int = 1) -> Tensor:
         """Values by position, with zeros up to the longest sequence, along the last axes."""
@@ -102,7 +102,8 @@ class Tally:
         for head in self.heads_of(layer, q.shape[1]):
             # A key's head is found by its group, as in GQA H query heads share fewer keys.
             group = q.shape[1] // k.shape[1]  # query heads that share a key
-            for name, x in (("queries", q[:, head]), ("keys", k[:, head // group])):
+            own = {"queries": q[:, head], "keys": k[:, head // group]}  # (B, T, D) each
+            for name, x in own.items():
                 padded = self._padded(x.float().mT).mT  # (B, longest, D)
                 self.values[name][layer, head].append(padded.cpu())
 
@@ -206,10 +207,21 @@ class Tally:
         means: dict[str, Any] = {}
         for name, sums in self.sums.items():
             count = samples[:1] if name == "first_elements" else samples  # all have the first
-            means[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
+            by_layer = [total.cpu() / count for _, total in sorted(sums.items())]
+            means[name] = torch.stack(by_layer)
         if self.norms:  # the embedding was added as layer 0
             means["embedding_norms"] = means["embedding_norms"][0]
         return means
+
+
+def why_not_finite(model: nn.Module) -> str:
+    """What is not finite in a model whose attention is not."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
+            return f"the weights hold nan or infinite values ({name})"
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        return "every weight is finite and activations overflow float16: use bfloat16 or float32"
+    return "every weight is finite, and activations are not: a layer overflows or divides by zero"
 
 
 @dataclass
@@ -262,8 +274,10 @@ class OwnModel:
         if self.edit is not None and layer in self.edit.layers:
             part = {"q": q, "k": k, "v": v}[self.edit.part]
             part.copy_(self.edit.change(part.clone()))  # the model goes on with what it shows
-        tally, first = self.tally, self.first
-        tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
+        tally = self.tally
+        first = self.first
+        of_text = [x[:, :, first:] for x in (q, k, v)]
+        tally.add_qkv(layer, *of_text)
         # Not the row of x*, which sees itself alone.
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
         # Columns are k* or x*, where there is one, and then the text's keys.
@@ -297,7 +311,8 @@ def attention_shares(
         return widened(extras["mlp"](x.to(q)))  # it keeps the model's precision
 
     wide = {name: learned_kernel if name == "mlp" else widened(x) for name, x in extras.items()}
-    weights = attend(widened(q), widened(k), widened(v), spec, **wide)[1].abs()
+    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide)
+    weights = weights.abs()
     if spec.similarity == "softpick":
         return weights / spec.scale
     return divide(weights, weights.sum(dim=-1, keepdim=True))

@@ -34,7 +34,9 @@ def heads_by_block(
     require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
     blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
     # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
-    across = 1 + blocks[:, None] + 0.7 * ((np.arange(alpha.shape[1]) + 0.5) / alpha.shape[1] - 0.5)
+    heads_per_block = alpha.shape[1]
+    sideways = (np.arange(heads_per_block) + 0.5) / heads_per_block - 0.5
+    across = 1 + blocks[:, None] + 0.7 * sideways
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=COLORS["first"])
     ax.axhline(EPSILON, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")

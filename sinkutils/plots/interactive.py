@@ -151,7 +151,9 @@ def explore(
     weights, shades = maps_of(model, ids, heads)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
-    start = int(alpha[0].argmax()) if head is None else names.index((head[0], head[1]))
+    start = int(alpha[0].argmax())
+    if head is not None:
+        start = names.index((head[0], head[1]))
     data = {
         "packed": base64.b64encode(zlib.compress(shades, 9)).decode(),
         "tokens": tokens,

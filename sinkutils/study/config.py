@@ -1,21 +1,27 @@
-"""What a run is: its model, its text, its optimisation and its seed, as one frozen config that JSON
-can hold.
+"""What a run is: its model, its text, its optimisation and its seed, as one frozen config, and how
+JSON holds that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from sinkutils import checks
 from sinkutils.checks import choice, require
+from sinkutils.data.corpus import public_name
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
 
 Json = dict[str, Any]  # a config, a record's metrics, a report
+# Raised by hand when a change to the trainer or the model changes the numbers of its runs.
+RECIPE = 2
 PRECISIONS = ("fp32", "bf16")
 LARGEST_SEED = 2**63 - 1  # what every generator takes
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]{0,98}[A-Za-z0-9_])?")
@@ -96,7 +102,7 @@ class FinetuneConfig(RunConfig):
     """
 
     start: str = "fixed_1"  # the experiment whose record of this preset and seed it starts from
-    start_sha256: str = ""  # `record.config_hash` of that run
+    start_sha256: str = ""  # `config_hash` of that run
     instructions: str = "docstrings"
     pairs: int = 20_000
 
@@ -123,7 +129,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     warm = train.warmup_steps
     if step < warm:
         return peak * (step + 1) / warm
-    done = min(1.0, (step - warm) / max(1, train.steps - 1 - warm))
+    last = max(1, train.steps - 1 - warm)  # counted from the end of the warm-up
+    done = min(1.0, (step - warm) / last)
     cosine = 0.5 * (1 + math.cos(math.pi * done))
     return peak * (floor + (1 - floor) * cosine)
 
@@ -143,3 +150,63 @@ def from_dict(cls: Any, values: Json) -> Any:
             value = tuple(value)
         arguments[name] = value
     return cls(**arguments)
+
+
+def config_dict(config: RunConfig) -> Json:
+    """What config.json holds beside the corpus that the run was made on: the config and the
+    recipe's number.
+
+    Texts have their public names: nothing of the machine.
+    """
+    values: Json = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
+    data = values["data"]
+    data["corpus"] = public_name(data["corpus"])
+    if data["validation"]:
+        data["validation"] = public_name(data["validation"])
+    if "instructions" in values:
+        values["instructions"] = public_name(values["instructions"])
+    return values
+
+
+def upgrade(config: Json) -> Json:
+    """A record's config by today's fields: one that came later has its default, as older runs did
+    not have it.
+
+    A field that has gone since, `bos`, was always False.
+    """
+    upgraded = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
+    if upgraded["data"].get("bos") is False:
+        del upgraded["data"]["bos"]
+    return upgraded
+
+
+@lru_cache
+def _defaults(kind: type[RunConfig]) -> Json:
+    """The fields that have a default, and it; what names a run has none."""
+    defaults = config_dict(kind("any", "any"))
+    for name in ("experiment", "preset", "seed", "recipe"):
+        del defaults[name]
+    return defaults
+
+
+def _filled(values: Json, defaults: Json) -> Json:
+    filled = defaults | values
+    for name, default in defaults.items():
+        if isinstance(default, dict):
+            filled[name] = _filled(filled[name], default)
+    return filled
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it.
+
+    It goes by the fields that the first records had: `bos`, always False, and no `unscored` or
+    `random_place` where they are empty.
+    """
+    values = config_dict(config)
+    values["data"]["bos"] = False
+    for name in ("unscored", "random_place"):
+        if not values["data"][name]:
+            del values["data"][name]
+    text = json.dumps(values, indent=1, sort_keys=True) + "\n"
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -22,7 +22,6 @@ The digests are of text with line ends as here, LF: a copy with those of Windows
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -31,7 +30,7 @@ import subprocess
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,13 @@ from torch import Tensor
 
 from sinkutils import paths
 from sinkutils.checks import first_line, instance, require
-from sinkutils.data.corpus import Identity, public_name
+from sinkutils.data.corpus import Identity
 from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import not_saved, sync_folder, write_synced
-from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
+from sinkutils.study.config import Json, RunConfig, config_dict, from_dict, upgrade
 from sinkutils.study.schema import Metrics, check_alpha, check_config, check_metrics
 
-# Raised by hand when a change to the trainer or the model changes the numbers of its runs.
-RECIPE = 2
 RULES = 4  # raised by hand when the rules change by which the ledger judges
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 SUMS = "SHA256SUMS"
@@ -186,65 +183,6 @@ def short_name(target: Path) -> str:
     return "/".join(target.parts[-3:])
 
 
-def config_dict(config: RunConfig) -> Json:
-    """What config.json holds beside the corpus that the run was made on: the config and the
-    recipe's number.
-
-    Texts have their public names: nothing of the machine.
-    """
-    values: Json = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
-    data = values["data"]
-    data["corpus"] = public_name(data["corpus"])
-    if data["validation"]:
-        data["validation"] = public_name(data["validation"])
-    if "instructions" in values:
-        values["instructions"] = public_name(values["instructions"])
-    return values
-
-
-def upgrade(config: Json) -> Json:
-    """A record's config by today's fields: one that came later has its default, as older runs did
-    not have it.
-
-    A field that has gone since, `bos`, was always False.
-    """
-    upgraded = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
-    if upgraded["data"].get("bos") is False:
-        del upgraded["data"]["bos"]
-    return upgraded
-
-
-@lru_cache
-def _defaults(kind: type[RunConfig]) -> Json:
-    """The fields that have a default, and it; what names a run has none."""
-    defaults = config_dict(kind("any", "any"))
-    for name in ("experiment", "preset", "seed", "recipe"):
-        del defaults[name]
-    return defaults
-
-
-def _filled(values: Json, defaults: Json) -> Json:
-    filled = defaults | values
-    for name, default in defaults.items():
-        if isinstance(default, dict):
-            filled[name] = _filled(filled[name], default)
-    return filled
-
-
-def config_hash(config: RunConfig) -> str:
-    """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it.
-
-    It goes by the fields that the first records had: `bos`, always False, and no `unscored` or
-    `random_place` where they are empty.
-    """
-    values = config_dict(config)
-    values["data"]["bos"] = False
-    for name in ("unscored", "random_place"):
-        if not values["data"][name]:
-            del values["data"][name]
-    return _sha256((json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
-
-
 def write_record(
     target: Path,
     config: RunConfig,
@@ -265,7 +203,8 @@ def write_record(
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     files = {}
-    for name, part in zip(JSONS, (values, rounded(metrics), provenance | versions()), strict=True):
+    parts = (values, rounded(metrics), provenance | versions())
+    for name, part in zip(JSONS, parts, strict=True):
         text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
         files[name] = text.encode()
     if arrays:

@@ -16,19 +16,15 @@ from filelock import FileLock, Timeout
 from sinkutils import paths
 from sinkutils.checks import integer
 from sinkutils.data.corpus import Identity, public_name
-from sinkutils.study.config import RunConfig, check_name
-from sinkutils.study.experiments import EXPERIMENTS, PRESETS
-from sinkutils.study.experiments import preset as find_preset
-from sinkutils.study.grid import config, plan, resolve
+from sinkutils.study.config import RECIPE, RunConfig, check_name, config_dict
+from sinkutils.study.grid import EXPERIMENTS, PRESETS, config, find_preset, plan, resolve
 from sinkutils.study.record import (
     FILES,
-    RECIPE,
     SUMS,
     CorruptRecord,
     Folder,
     Record,
     RunLocked,
-    config_dict,
     finish_replacement,
     open_record,
     read_record,

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sinkutils.data.corpus import Corpus
 from sinkutils.data.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
 from sinkutils.data.tokenizer import open_tokenizer, special_ids
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.record import WEIGHTS, Record
+from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import CrossEntropy, Run
 
 
@@ -32,13 +35,23 @@ def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> T
 
 
 class FinetuneRun(Run):
-    """A run from the weights and with the tokenizer of a record, on conversations."""
+    """A run from the weights and with the tokenizer of a record, `start`, on conversations."""
 
     config: FinetuneConfig
-    start: Record
     loss = staticmethod(answer_loss)
     each_step = True
     fixed_shapes = False  # as many logits as the answers have tokens
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        corpus: Corpus,
+        device: torch.device,
+        start: Record,
+        group: Group = ALONE,
+    ) -> None:
+        self.start = start  # which `first_model` and `batches` read
+        super().__init__(config, corpus, device, group)
 
     @staticmethod
     def weight(part: Tensor) -> int:

@@ -1,13 +1,16 @@
-"""One run over the processes that torchrun started, by DDP: each holds the whole model.
+"""The process of a run among others: those that torchrun started, and the sweep that started it.
 
-Rank 0 alone reads and writes records and checkpoints. Where one process fails, torchrun ends the
-others.
+By DDP each of several processes holds the whole model. Rank 0 alone reads and writes records and
+checkpoints. Where one process fails, torchrun ends the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +25,7 @@ from sinkutils.checks import require
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
+PARENT = "SINKUTILS_PARENT"  # the variable by which a worker knows the process that started it
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,9 @@ class Group:
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
+        each = min(micro_batch or share, share)  # sequences a forward pass
         require(
-            batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0,
+            batch_size % self.size == 0 and share % each == 0,
             f"{self.size} processes cannot share batches of {batch_size} sequences: "
             f"start as many as divide {batch_size // (micro_batch or 1)}",
         )
@@ -114,3 +119,17 @@ def joined(device: torch.device) -> Iterator[Group]:
         yield Group(dist.get_rank(), size, control)
     finally:
         dist.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """Of a worker: end when the sweep that started this process has ended, or was killed."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

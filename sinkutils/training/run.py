@@ -20,12 +20,11 @@ from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
-from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
+from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
-from sinkutils.study.record import Record, rounded
+from sinkutils.study.record import rounded
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
 
@@ -37,7 +36,6 @@ SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
 NORM_DIGITS = 3  # significant ones, of norms
-NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # of a report
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -147,10 +145,7 @@ def set_rate(optimizers: list[Optimizer], rate: float) -> None:
 
 
 class Run:
-    """The state of one run between two optimiser steps; `train` drives it.
-
-    start: of a fine-tuning, the record whose weights it starts from.
-    """
+    """The state of one run between two optimiser steps; `train` drives it."""
 
     loss = staticmethod(next_token_loss)
     weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
@@ -165,7 +160,6 @@ class Run:
         corpus: Corpus,
         device: torch.device,
         group: Group = ALONE,
-        start: Record | None = None,
     ) -> None:
         # `torch.__version__` compares as a version and not as letters.
         require(torch.__version__ >= "2.11", "training needs torch 2.11 or later")
@@ -173,7 +167,6 @@ class Run:
         self.corpus = corpus
         self.device = device
         self.group = group
-        self.start = start
         self.tokenizer = corpus.tokenizer
         self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
@@ -370,37 +363,4 @@ def sinks(report: Report) -> Json:
         ratios = report.value_norms[:, 0] / others
         numbers["peak_1"] = rounded(report.hidden_peaks[:, 0].tolist(), NORM_DIGITS)
         numbers["value_ratio_1"] = rounded(ratios.tolist(), NORM_DIGITS)
-    return numbers
-
-
-def summary(run: Run, report: Report | None, reason: str | None) -> Json:
-    """What metrics.json holds: status, curve, and at the end norms, destinations, gradients too.
-
-    report: of the last evaluation. reason: why the run failed, or None.
-    """
-    final: Json = dict(run.curve[-1]) if run.curve else {}
-    if report is not None:
-        final["report"] = of_report(report)
-        final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
-        with run.autocast():
-            by_position = gradient_norms(run.model, run.probe)
-        final["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
-    return {
-        "status": "failed" if reason else "done",
-        "reason": reason,
-        "curve": run.curve,
-        "final": final,
-    }
-
-
-def of_report(report: Report) -> Json:
-    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms by position."""
-    numbers = report.to_dict()
-    for name in NOT_KEPT:
-        numbers.pop(name, None)
-    for by_eps in (*numbers["sink"].values(), numbers.get("sink_star", {})):
-        for eps in by_eps.keys() - set(map(str, EPSILONS)):
-            del by_eps[eps]
-    for name in numbers.keys() & set(BY_POSITION):
-        numbers[name] = rounded(numbers[name], NORM_DIGITS)
     return numbers

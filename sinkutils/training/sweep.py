@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,15 +26,14 @@ from sinkutils.checks import choice, first_line, integer, real
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import Identity, load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
-from sinkutils.study.experiments import preset
-from sinkutils.study.grid import config
+from sinkutils.study.grid import config, find_preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
+from sinkutils.training.group import PARENT
 
 POLL_SECONDS = 0.2
 LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
 SAID = "sinkutils: "  # how messages of the command line begin
-PARENT = "SINKUTILS_PARENT"  # the variable by which a worker knows the process that started it
 STOP_SECONDS = 10.0  # which a worker has to end after TERM
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
 AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
@@ -92,27 +89,13 @@ def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
     return Worker(arguments, log).result()
 
 
-def end_with_parent() -> None:
-    """Of a worker: end when the sweep that started this process has ended, or was killed."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -> tuple[str, ...]:
     """The device of each worker: `device`, else what the preset is made for.
 
     So the seeds of a preset are alike. "cuda" on this machine means its GPUs in turn. Raises
     ValueError where a GPU is wanted and this machine has none.
     """
-    kind = device or preset(preset_name).device
+    kind = device or find_preset(preset_name).device
     if engine_name == "local":
         find_device(kind)
         if kind == "cuda":
@@ -272,7 +255,7 @@ def sweep(
 
 def _text_of(preset_name: str, corpus: str) -> Identity:
     """What a text is, in the tokens of a preset."""
-    return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
+    return load_corpus(corpus, find_preset(preset_name).model.vocab_size).identity
 
 
 def _locked(run_folder: RunFolder, store: Runs) -> bool:
@@ -293,7 +276,7 @@ def estimate(
     only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset names for its own steps."""
-    base = preset(preset_name)
+    base = find_preset(preset_name)
     text = _text_of(preset_name, corpus) if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)
     a_step = base.seconds / base.train.steps

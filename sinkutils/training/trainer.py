@@ -23,20 +23,19 @@ from sinkutils.data.corpus import Corpus, Identity, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.paths import replace_file
 from sinkutils.study import grid
-from sinkutils.study.config import FinetuneConfig, Json, RunConfig
-from sinkutils.study.experiments import PRESETS
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig, config_hash
 from sinkutils.study.record import (
     CHECKPOINT_SECONDS,
     CorruptRecord,
     Record,
-    config_hash,
     write_record,
 )
 from sinkutils.study.store import Folder, RunFolder, Runs
+from sinkutils.training.final import summary
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.run import Run, instruction_set, summary
+from sinkutils.training.run import Run, instruction_set
 
 CHECKPOINT = 2  # raised when what a checkpoint holds changes
 DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before the rest
@@ -94,7 +93,7 @@ def train(
     run_folder = group.once(store.of, config, text.identity)
     _check_text(text, run_folder, own_folder=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
-        wanted = config.preset in PRESETS and PRESETS[config.preset].compile
+        wanted = config.preset in grid.PRESETS and grid.PRESETS[config.preset].compile
         compile = wanted and target.type == "cpu" and compiles()
     start: Record | None = None
     if isinstance(config, FinetuneConfig):
@@ -125,7 +124,11 @@ def train(
         if done is not None:
             return done
         group.once(run_folder.check_free)
-        run = (FinetuneRun if start else Run)(config, text, target, group, start)
+        run: Run
+        if isinstance(config, FinetuneConfig) and start is not None:
+            run = FinetuneRun(config, text, target, start, group)
+        else:
+            run = Run(config, text, target, group)
         load_checkpoint(run, run_folder.checkpoint)
         if graph is None:
             graph = may_graph(run) and not compile

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,33 +10,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMOKE
-from helpers import CPU
+from helpers import CPU, environment, torchrun
 from safetensors.torch import load_file
 
 from sinkutils import config, train
 from sinkutils.data.corpus import pack_corpus
-from sinkutils.paths import ROOT
 from sinkutils.study.record import read_record, record_folder
 from sinkutils.study.store import Runs
 from sinkutils.training.run import Run, next_token_loss
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
-
-
-def torchrun(*arguments: str, **more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, *arguments], env=environment(**more), **streams)
-    try:
-        stdout, stderr = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # and not kill: torchrun ends its processes with itself
-        process.wait(60)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
 
 # A run that is broken off after a checkpoint, the same resumed, and another from its start to its end.
 WORKER = """
@@ -45,7 +25,6 @@ import contextlib, dataclasses, json, sys
 from pathlib import Path
 import torch
 from helpers import interrupted
-from sinkutils.study import experiments as presets
 from sinkutils.training import group as distributed
 from sinkutils.training import run as states
 from sinkutils.__main__ import main
@@ -68,9 +47,9 @@ with joined(torch.device("cpu")) as ddp:
     train(half, out / "ddp-bf16", **arguments)
     (out / f"ddp-{ddp.rank}.json").write_text(json.dumps([record.status, record.metrics["final"]["step"]]))
     # Two processes take a micro batch each of what one process takes as two.
-    smoke = presets.PRESETS["smoke"]
+    smoke = grid.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
-    presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
+    grid.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
     tuning = grid.config("sft_softmax", "smoke")
     schedule = dataclasses.replace(tuning.train, steps=4, eval_every=2, batch_size=8, micro_batch=4, valid_chunks=8)
     tuning = dataclasses.replace(tuning, train=schedule, pairs=32, instructions=f"path:{sys.argv[5]}")

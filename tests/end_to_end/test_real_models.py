@@ -5,8 +5,6 @@ import json
 import zipfile
 from dataclasses import replace
 
-import gguf
-import numpy as np
 import open_lms
 import pytest
 import scores
@@ -14,7 +12,7 @@ import torch
 import transformers as tf
 from helpers import refused, refuses, word_tokenizer
 from open_lms import recorded
-from small_models import build
+from small_models import build, write_gguf
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +20,6 @@ import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.measuring import surgery
-from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import (
     REAL_MODELS,
     ModelUnavailable,
@@ -31,6 +28,7 @@ from sinkutils.measuring.real import (
     install,
     model_folder,
 )
+from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
@@ -40,33 +38,15 @@ OPERATED = ("cuts", "int8", "leaving", "mechanism", "recall")
 
 def tiny_gguf(path):
     """A LLaMA of random weights with a byte vocabulary."""
-    rng = np.random.default_rng(0)
-    layers, heads, wide, inner = 2, 2, 32, 48
-    tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
-    writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"context_length": 64, "embedding_length": wide}
-    sizes |= {"block_count": layers, "feed_forward_length": inner}
-    sizes |= {"head_count": heads, "head_count_kv": heads, "rope_dimension_count": wide // heads}
-    kinds = [1] * (len(tokens) - 2) + [3, 3]
-    vocabulary = {"vocab_size": len(tokens), "token_list": tokens, "token_types": kinds}
-    vocabulary["token_merges"] = ["a b"]
-    vocabulary |= {"bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1}
-    kind = {"layer_norm_rms_eps": 1e-5, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"}
-    for name, value in (sizes | vocabulary | kind).items():
-        getattr(writer, f"add_{name}")(value)
-    square, up = (wide, wide), (inner, wide)
-    shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
-    for layer in range(layers):
-        block = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
-        block |= {"ffn_gate": up, "ffn_up": up, "ffn_down": (wide, inner)}
-        block |= {"attn_norm": (wide,), "ffn_norm": (wide,)}
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    torch.manual_seed(0)
+    words = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
+    size = len(words)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 1.0}
+    vocabulary = {"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_merges": ["a b"]}
+    vocabulary |= {"token_list": words, "token_types": [1] * (size - 2) + [3, 3]}
+    vocabulary |= {"bos_token_id": size - 2, "eos_token_id": size - 1}
+    write_gguf(path, tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=size, **sizes)), vocabulary)
 
 
 def wheel(folder, package, member, content):

@@ -29,8 +29,14 @@ from sinkutils.data.probes import PROBES, probe
 from sinkutils.model import fast
 from sinkutils.model.attention import OPERATION_CHOICES, AttentionSpec, attend
 from sinkutils.model.decoder import MODEL_CHOICES
-from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
-from sinkutils.study.record import config_hash
+from sinkutils.study.config import (
+    PRECISIONS,
+    RunConfig,
+    TrainConfig,
+    config_hash,
+    from_dict,
+    learning_rate,
+)
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}

@@ -10,17 +10,18 @@ from helpers import refused, refuses
 from sinkutils import claim_checks
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
-from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.experiments import (
+from sinkutils.study.config import RunConfig, config_dict, from_dict
+from sinkutils.study.grid import (
     EXPERIMENTS,
     PRESETS,
     Experiment,
+    config,
     experiment,
     experiments,
-    preset,
+    find_preset,
+    resolve,
+    unavailable,
 )
-from sinkutils.study.grid import config, resolve, unavailable
-from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
 
 REPORTED = pd.read_csv(PAPER / "pretraining.csv")
@@ -149,7 +150,7 @@ def test_scaled_values_come_to_the_papers_at_the_paper_preset(path):
 
 def test_unknown_names_are_refused_with_what_there_is():
     refuses(r"did you mean .*k_bias.*sinkutils list", experiment, "k_biass")
-    refuses("smoke, minute, laptop, desk, gpu, paper", preset, "lap")
+    refuses("smoke, minute, laptop, desk, gpu, paper", find_preset, "lap")
     refuses("belongs to preset paper-1b", config, "softmax_1b", "laptop")
     refuses("4, 5, 6, 7, C, D, 8", experiments, "9")
 
@@ -187,7 +188,7 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
 
 @pytest.mark.parametrize("scale", PRESETS)
 def test_what_a_preset_leaves_out_exists_carries_no_verdict_and_is_trained_where_it_is_named(scale):
-    left_out = preset(scale).leaves_out
+    left_out = find_preset(scale).leaves_out
     swept = {run.experiment for run in grid.plan(scale)}
     assert set(left_out) <= set(EXPERIMENTS) and not swept & set(left_out)
     for name in left_out:

@@ -26,8 +26,7 @@ from sinkutils.data.instructions import (
 )
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
-from sinkutils.study.experiments import PRESETS
-from sinkutils.study.grid import config, keeps_weights, plan
+from sinkutils.study.grid import PRESETS, config, keeps_weights, plan
 from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss

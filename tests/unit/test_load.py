@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from helpers import DONE, refused, refuses, word_tokenizer
 from safetensors.torch import load_file, save_file
-from small_models import build
+from small_models import build, write_gguf
 from tokenizers import processors
 
 from sinkutils import LMConfig, TransformerLM, measure, paths, probe
@@ -293,64 +293,19 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
     assert "random" in there.read_text() and [*tmp_path.glob("*.tmp")] == []
 
 
-def write_gguf(path, model):
-    """A Llama as llama.cpp writes it: other names, q and k with the halves of a rotated pair apart."""
-    gguf = pytest.importorskip("gguf")
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([0.0] * len(words))
-    writer.add_token_types([2, 3, 3, *[6] * 256])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for name, weight in model.state_dict().items():
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        for part, count in heads.items():
-            if part + "." in name:
-                rows = len(weight) // count // 2
-                weight = weight.unflatten(0, (count, 2, rows)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(name, weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
 def test_a_gguf_file_or_a_folder_of_one_loads(tmp_path):
+    pytest.importorskip("gguf")
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = tf.LlamaConfig(vocab_size=259, hidden_size=32, intermediate_size=48, **heads)
     model = tf.LlamaForCausalLM(config).eval()
-    write_gguf(tmp_path / "tiny.gguf", model)
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    vocabulary = {
+        "tokenizer_model": "llama",
+        "token_list": words,
+        "token_types": [2, 3, 3, *[6] * 256],
+    }
+    vocabulary |= {"token_scores": [0.0] * 259, "bos_token_id": 1, "eos_token_id": 2}
+    write_gguf(tmp_path / "tiny.gguf", model, vocabulary)
     ids = torch.randint(3, 259, (2, 12))
     expected = measure(model, ids).alpha
     for path in (tmp_path / "tiny.gguf", tmp_path):

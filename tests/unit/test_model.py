@@ -28,8 +28,7 @@ from sinkutils.model.attention import (
     rotate,
 )
 from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
-from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.grid import config, unavailable
+from sinkutils.study.grid import EXPERIMENTS, config, unavailable
 
 ARCHITECTURES = architectures()
 

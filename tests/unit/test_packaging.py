@@ -23,7 +23,7 @@ from sinkutils.commands import parser
 from sinkutils.data import embedded
 from sinkutils.ledger.claims_file import read_claims
 from sinkutils.paths import OPEN_LMS, PAPER, ROOT
-from sinkutils.study import experiments
+from sinkutils.study import grid
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -110,8 +110,8 @@ def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.strip().startswith("softplus: {title")]
     ((name, fields),) = yaml.safe_load(line).items()
-    change = experiments.Experiment(name, "8", **fields).change
-    assert set(change) <= set(experiments.experiment("sigmoid").change)
+    change = grid.Experiment(name, "8", **fields).change
+    assert set(change) <= set(grid.experiment("sigmoid").change)
     (claim,) = re.findall(r"```yaml\n(- id:.*?)```", text, flags=re.DOTALL)
     (tmp_path / "claims.yaml").write_text(claim)
     assert read_claims(tmp_path / "claims.yaml")[0].checks[0].runs == (name,)

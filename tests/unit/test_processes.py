@@ -1,24 +1,18 @@
 """A model among two processes: all take part where it is cut, nothing hangs, no number is of half a model."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from helpers import refuses
+from helpers import refuses, torchrun
 from small_models import build, tokens
 
 from sinkutils import measure
 from sinkutils.measuring import refusals
-from sinkutils.paths import ROOT
 
 COMMON = """
 import logging, os, sys, types
 import torch, transformers as tf
 from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-sys.path[:0] = [r"{root}/tests", r"{root}/benchmarks"]
 import sinkutils as su
 from helpers import refuses
 from small_models import build, tokens
@@ -150,18 +144,10 @@ for way in (
 @pytest.mark.slow
 def test_two_processes_measure_what_can_be_measured_and_never_hang(tmp_path):
     script = tmp_path / "two.py"
-    script.write_text(COMMON.format(root=ROOT) + WAYS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command += [str(script), str(tmp_path / "model")]
-    with subprocess.Popen(command, env=environment, **streams) as process:
-        try:
-            output, _ = process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # and not kill: torchrun ends its processes with itself
-            raise
-    assert process.returncode == 0 and output.count("done") == 14, output[-3000:]
+    script.write_text(COMMON + WAYS)
+    done = torchrun(str(script), str(tmp_path / "model"))
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and output.count("done") == 14, output[-3000:]
     for line in (
         "was not measured at step 0: FSDPLlamaForCausalLM computes something else",
         "was not measured at step 0: in the middle",

@@ -24,14 +24,12 @@ from sinkutils import config, paths
 from sinkutils.__main__ import main
 from sinkutils.measuring.load import ModelUnavailable, load_lm
 from sinkutils.study import record as records_module
+from sinkutils.study.config import config_dict, config_hash, upgrade
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
-    config_dict,
-    config_hash,
     read_record,
     record_folder,
-    upgrade,
     write_record,
 )
 from sinkutils.study.store import Runs, is_of

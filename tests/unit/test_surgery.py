@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import sinkutils
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.own import Subject
+from sinkutils.measuring.subject import Subject
 from sinkutils.measuring.surgery import edit, hide, set_back, stream, transplant, untouched
 from sinkutils.model.attention import AttentionSpec, attend, rotate
 

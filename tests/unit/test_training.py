@@ -19,15 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
-from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
-from sinkutils.study.experiments import PRESETS
-from sinkutils.study.grid import plan
+from sinkutils.study.grid import PRESETS, plan
 from sinkutils.study.record import read_record, rounded
 from sinkutils.study.store import Runs
 from sinkutils.training import run as training_run
 from sinkutils.training import trainer
+from sinkutils.training.final import NOT_KEPT, destinations, gradient_norms, line_breaks
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import Group
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
@@ -178,7 +177,7 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     excess = {"excess_1": report.excess(1), "excess_star": report.excess("star")}
     assert {name: final[name] for name in sinks | excess} == rounded(sinks | excess)
     whole = report.to_dict()
-    assert set(whole) - set(final["report"]) == set(training_run.NOT_KEPT)
+    assert set(whole) - set(final["report"]) == set(NOT_KEPT)
     for name, value in final["report"].items():
         if name.endswith(("_norms", "_peaks")):
             np.testing.assert_allclose(value, whole[name], rtol=5e-3)

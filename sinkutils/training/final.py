@@ -1,4 +1,4 @@
-"""What a run measures once, at its end, for the `final` of its record.
+"""What metrics.json says of a run, and what is measured for it once, at the end.
 
 Where the attention goes that a first token does not take, by kind of key; and where the gradient of
 the loss gathers, by position (Chen and Yao 2026).
@@ -15,9 +15,47 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import BY_POSITION, Report
 from sinkutils.model.decoder import Attention, TransformerLM
+from sinkutils.study.config import Json
+from sinkutils.study.record import rounded
+from sinkutils.training.run import EPSILONS, NORM_DIGITS, Run
 
+NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # of a report
 FIRST_QUERY = 3  # from here the first key, the one before and the query's own are three
+
+
+def summary(run: Run, report: Report | None, reason: str | None) -> Json:
+    """What metrics.json holds: status, curve, and at the end norms, destinations, gradients too.
+
+    report: of the last evaluation. reason: why the run failed, or None.
+    """
+    final: Json = dict(run.curve[-1]) if run.curve else {}
+    if report is not None:
+        final["report"] = of_report(report)
+        final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
+        with run.autocast():
+            by_position = gradient_norms(run.model, run.probe)
+        final["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
+    return {
+        "status": "failed" if reason else "done",
+        "reason": reason,
+        "curve": run.curve,
+        "final": final,
+    }
+
+
+def of_report(report: Report) -> Json:
+    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms by position."""
+    numbers = report.to_dict()
+    for name in NOT_KEPT:
+        numbers.pop(name, None)
+    for by_eps in (*numbers["sink"].values(), numbers.get("sink_star", {})):
+        for eps in by_eps.keys() - set(map(str, EPSILONS)):
+            del by_eps[eps]
+    for name in numbers.keys() & set(BY_POSITION):
+        numbers[name] = rounded(numbers[name], NORM_DIGITS)
+    return numbers
 
 
 def line_breaks(tokenizer: Tokenizer) -> Tensor:
@@ -58,7 +96,8 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting
-        shares[kind], left = taken.sum(dim=-1), left - taken
+        shares[kind] = taken.sum(dim=-1)
+        left = left - taken
     means = {}
     for kind, share in shares.items():
         by_head = share.double().mean(dim=(1, 2)).view(layers, heads)
@@ -85,7 +124,8 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
         for layer in model.modules():
             if isinstance(layer, Attention):
                 hooks.enter_context(layer.register_forward_pre_hook(keep))
-        loss = F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+        logits = model(ids[:, :-1]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
     # As an optimiser sums texts: what they share adds up, what differs cancels.
