@@ -4,7 +4,8 @@ import random
 import re
 from functools import partial
 
-import any_first_token
+import alone
+import mechanism
 import pytest
 import recall
 import torch
@@ -305,21 +306,58 @@ def test_surgery_is_public():
     assert "surgery" in dir(sinkutils)
 
 
-# --- benchmarks/any_first_token.py
+# --- benchmarks/alone.py, mechanism.py
 
 
-def test_the_first_token_attends_to_itself_alone_and_a_later_one_can_be_made_to():
-    model, ids = own_model(), tokens(3, LENGTH)
-    before = model(ids)
+@pytest.mark.parametrize("family", ["ours", "llama", "gemma3_text"])
+def test_the_first_token_attends_to_itself_alone_and_a_later_one_can_be_made_to(family):
+    model = own_model() if family == "ours" else build(family)
+    ids = tokens(3, LENGTH, least=3)
+    blocks = range(len(alone.attentions(model)))
+
+    @torch.no_grad()
+    def logits(ids):
+        output = model(ids)
+        return getattr(output, "logits", output)
+
+    before = logits(ids)
     for place, changed in ((1, False), (5, True)):
-        change = partial(any_first_token.itself_alone, place)
-        with any_first_token.attending(model, range(len(model.blocks)), change):
-            after = model(ids)
+        with alone.attending(model, ids, blocks, partial(alone.itself_alone, place)):
+            after = logits(ids)
         different = (after - before).abs().amax(dim=(0, 2)) > 1e-4  # by position
         assert different[place - 1 :].any() == changed and not different[: place - 1].any()
-    alone = torch.stack([model(row[4:5][None])[0, 0] for row in ids])  # a text of this token
-    assert_close(after[:, 4], alone)
-    assert_close(model(ids), before)
+    short = torch.stack([logits(row[4:5][None])[0, 0] for row in ids])  # a text of this token
+    assert_close(after[:, 4], short, atol=1e-4, rtol=1e-4)
+
+    # A first token that gets what it has anyway is no other; what another gets makes it another.
+    for place, changed in ((1, False), (5, True)):
+        company = partial(alone.in_company, 1, alone.seen_at(model, ids, place))
+        with alone.attending(model, ids, blocks, company):
+            different = (logits(ids) - before).abs().amax(dim=(0, 2)) > 1e-4
+        assert different[0] == changed
+    assert_close(logits(ids), before)
+
+
+def test_with_old_attention_and_old_value_no_token_but_the_first_notices_a_cut(ids):
+    model = build("llama")
+
+    def cut(h):
+        h[:, 0, :8] += 5
+        return h
+
+    kept = mechanism.control(model, ids, 0, {"cut": cut})["cut"]
+    plain = mechanism.numbers(untouched(model, ids))["loss of later tokens"]
+    losses = {name: numbers["loss of later tokens"] for name, numbers in kept.items()}
+    assert losses["both"] == pytest.approx(plain, abs=1e-5)
+    for name in ("old value", "old attention"):
+        assert losses[name] != pytest.approx(plain, abs=1e-5)
+
+
+def test_hide_reports_the_sinks_that_it_is_asked_for(ids):
+    model = build("llama")
+    report = hide(model, ids, since=5, targets=(1, 5)).report
+    assert report.targets == (1, 5)
+    assert_close(report.alpha[:, 0], hide(model, ids, since=5).report.alpha[:, 0])
 
 
 # --- benchmarks/recall.py
