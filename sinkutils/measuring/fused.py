@@ -38,24 +38,30 @@ class Fused(NamedTuple):
 
 def can_serve(call: Call, columns: Tensor) -> bool:
     """Whether a kernel computes such a call."""
-    if len(columns) > MOST_KEYS or call.q.shape[-1] != call.v.shape[-1]:
+    if len(columns) > MOST_KEYS:
         return False
     for name, value in call.kwargs.items():
         if value is not None and name not in KNOWN:
             return False
-    return call.q.dtype == call.k.dtype == call.v.dtype
+    # The kernels want values as wide as keys, and one type for all three.
+    q, k, v = call.q, call.k, call.v
+    return q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
 
 
 def fused_call(call: Call, columns: Tensor) -> Fused:
     """Output by a fused kernel, and the attention to the keys at `columns` (K,)."""
-    q, heads = call.q, call.q.shape[1]
-    keys, values = repeat_heads(call.k, heads), repeat_heads(call.v, heads)
+    q = call.q
+    heads = q.shape[1]
+    keys = repeat_heads(call.k, heads)
+    values = repeat_heads(call.v, heads)
     # out: (B, H, T, D). lse: (B, H, T), the logarithm of each row's sum of exp(logits).
     if call.mask is None:
         out, lse = fused(q, keys, values, scale=call.scale)
     else:
         out, lse = fused_rows(q, keys, values, call.mask, call.scale)
-    logits = q.float() @ keys[:, :, columns].float().mT * call.scale  # (B, H, T, K)
+    # The logits of the chosen keys alone
+    chosen = keys[:, :, columns].float()  # (B, H, K, D)
+    logits = q.float() @ chosen.mT * call.scale  # (B, H, T, K)
     mask = call.mask_of(call.rows, columns)  # (.., T, K)
     if mask.dtype != torch.bool:
         logits = logits + mask
@@ -63,7 +69,8 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
     if call.sink is not None:
         # A learned sink logit joins the softmax through its log-sum-exp: the tokens keep
         # exp(lse - logaddexp(lse, sink)) of each row.
-        total = torch.logaddexp(lse, call.sink.float().reshape(1, -1, 1))
+        sink = call.sink.float().reshape(1, -1, 1)
+        total = torch.logaddexp(lse, sink)
         rest = torch.exp(lse - total)  # (B, H, T)
         out = out * rest[..., None].to(out.dtype)
         lse, star = total, 1 - rest
@@ -78,7 +85,8 @@ def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> 
         return "_scaled_dot_product_flash_attention_for_cpu"
     if device != "cuda" or dtype == torch.float64:
         raise RuntimeError(f"there is no fused kernel for {dtype} on {device}")
-    if dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not masked:
+    half = dtype in (torch.float16, torch.bfloat16)
+    if half and head_dim <= 256 and not masked:
         return "_scaled_dot_product_flash_attention"
     return "_scaled_dot_product_efficient_attention"
 
@@ -93,7 +101,7 @@ def fused(
     fits, and what a missing op raises.
     """
     causal = mask is None
-    name = kernel_for(q.device.type, q.dtype, q.shape[-1], not causal)
+    name = kernel_for(q.device.type, q.dtype, head_dim=q.shape[-1], masked=not causal)
     op = getattr(torch.ops.aten, name)
     if mask is not None and mask.dtype == torch.bool:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
@@ -107,10 +115,12 @@ def fused(
     else:
         if mask is not None:  # the kernel wants rows that start at multiples of 16 elements
             keys = mask.shape[-1]
-            padded = F.pad(mask.to(q.dtype), (0, -keys % 16))
+            lacking = -keys % 16  # up to the next multiple
+            padded = F.pad(mask.to(q.dtype), (0, lacking))
             mask = padded[..., :keys]
             mask = mask.expand(*q.shape[:3], k.shape[2])
-        out, lse, *_ = op(q, k, v, mask, True, 0.0, causal, scale=scale)
+        compute_lse, dropout = True, 0.0
+        out, lse, *_ = op(q, k, v, mask, compute_lse, dropout, causal, scale=scale)
     return out, lse[..., : q.shape[2]]  # some pad their rows
 
 
@@ -131,11 +141,11 @@ def fused_rows(
         keys = slice(None)
         seen = mask[..., rows, :]
         if mask.dtype == torch.bool:
-            columns = seen.flatten(0, -2).any(dim=0).nonzero()[:, 0]
+            in_any = seen.flatten(0, -2).any(dim=0)  # text, head or query: (T,)
+            columns = in_any.nonzero()[:, 0]
             keys = slice(columns[0], columns[-1] + 1)
-        out, lse = fused(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen[..., keys], scale=scale
-        )
+            seen = seen[..., keys]
+        out, lse = fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale)
         outs.append(out)
         masses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
@@ -143,16 +153,19 @@ def fused_rows(
 
 def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
     """Whether the first text's output and A_ik are those of the family's eager function."""
-    last, device = call.q.shape[2] - 1, columns.device
+    last = call.q.shape[2] - 1
     # The rows after each key, as a window hides it from most others, and some all over the text.
-    after = columns[:, None] + torch.arange(CHECK_ROWS, device=device)
-    all_over = torch.linspace(0, last, CHECK_ROWS, device=device).long()
-    rows = torch.cat([after.flatten(), all_over]).clamp(max=last).unique()
-    first = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
-    out, weights = families.chunk(first, rows)  # (1, R, H, D), (1, H, R, T)
+    steps = torch.arange(CHECK_ROWS, device=columns.device)
+    after = columns[:, None] + steps  # (K, CHECK_ROWS)
+    all_over = torch.linspace(0, last, CHECK_ROWS, device=columns.device).long()
+    rows = torch.cat([after.flatten(), all_over])
+    rows = rows.clamp(max=last).unique()
+    first_text = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
+    out, weights = families.chunk(first_text, rows)  # (1, R, H, D), (1, H, R, T)
     tolerance = 2e-5 if out.dtype.itemsize >= 4 else 3e-2
     gaps = result.shares[:1, :, rows] - weights[..., columns]
     gaps_of_out = result.out[:1, rows] - out
+    # nan is below no tolerance.
     right = gaps.abs().max() <= tolerance
     right_out = gaps_of_out.abs().max() <= tolerance * call.size
     return bool(right and right_out)
