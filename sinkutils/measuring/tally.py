@@ -29,7 +29,9 @@ def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
     rows = torch.arange(shares.shape[2], device=shares.device)
     # Of a key k the rows i >= k count; those before see it through a prefix only.
     counted = (rows[:, None] >= columns).to(shares.dtype)  # (T, K)
-    return ((shares * counted).sum(dim=2) / counted.sum(dim=0)).transpose(1, 2)
+    sums = (shares * counted).sum(dim=2)  # (B, H, K)
+    alpha = sums / counted.sum(dim=0)
+    return alpha.transpose(1, 2)
 
 
 def lower_median(x: Tensor) -> Tensor:
@@ -37,7 +39,9 @@ def lower_median(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.median(dim=1).values
     middle = (x.shape[1] - 1) // 2
-    return torch.from_numpy(np.partition(x.numpy(), middle, axis=1)[:, middle])
+    # In each row the middle element stands where sorting would put it.
+    rows = np.partition(x.numpy(), middle, axis=1)
+    return torch.from_numpy(rows[:, middle])
 
 
 @dataclass
@@ -56,7 +60,11 @@ class Tally:
 
     def heads_of(self, layer: int, count: int) -> list[int]:
         """The chosen heads of a layer that has `count`."""
-        return [head for chosen, head in self.heads if chosen == layer and 0 <= head < count]
+        chosen = []
+        for of_layer, head in self.heads:
+            if of_layer == layer and 0 <= head < count:
+                chosen.append(head)
+        return chosen
 
     def columns(self, device: torch.device) -> Tensor:
         """The targets' 0-based positions, (K,)."""
@@ -80,7 +88,8 @@ class Tally:
             return
         self.add_norms("hidden", layer, hidden)
         sizes = hidden.abs().float()  # (B, S, T, d)
-        median = lower_median(sizes.flatten(1)).clamp(min=1e-30)[:, None]  # (B, 1)
+        median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
+        median = median.clamp(min=1e-30)  # it divides
         peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
         self._sum("hidden_peaks", layer, self._padded(peaks))
         first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
@@ -88,24 +97,28 @@ class Tally:
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add rows (B, n) of a layer to the sum over samples."""
-        before = self.sums[name].get(layer, 0)
-        self.sums[name][layer] = before + rows.sum(dim=0).float()
+        sums = self.sums[name]
+        sums[layer] = sums.get(layer, 0) + rows.sum(dim=0).float()
 
     def _padded(self, values: Tensor, axes: int = 1) -> Tensor:
         """Values by position, with zeros up to the longest sequence, along the last axes."""
-        return F.pad(values, (0, self.length - values.shape[-1]) * axes)
+        behind = self.length - values.shape[-1]
+        return F.pad(values, (0, behind) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add norms of k and v (B, H or fewer, T, D); keep q (B, H, T, D) and k of chosen heads."""
         self.add_norms("key", layer, k)
         self.add_norms("value", layer, v)
+        # A key's head is found by its group, as in GQA H query heads share fewer keys.
+        group = q.shape[1] // k.shape[1]  # query heads that share a key
         for head in self.heads_of(layer, q.shape[1]):
-            # A key's head is found by its group, as in GQA H query heads share fewer keys.
-            group = q.shape[1] // k.shape[1]  # query heads that share a key
-            own = {"queries": q[:, head], "keys": k[:, head // group]}  # (B, T, D) each
-            for name, x in own.items():
-                padded = self._padded(x.float().mT).mT  # (B, longest, D)
-                self.values[name][layer, head].append(padded.cpu())
+            self._keep("queries", layer, head, q[:, head])
+            self._keep("keys", layer, head, k[:, head // group])
+
+    def _keep(self, name: str, layer: int, head: int, x: Tensor) -> None:
+        """Keep the queries or keys (B, T, D) of a head."""
+        padded = self._padded(x.float().mT).mT  # (B, longest, D)
+        self.values[name][layer, head].append(padded.cpu())
 
     def add_weights(
         self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
@@ -119,16 +132,19 @@ class Tally:
         for chunk in chunks:
             weights = chunk[..., front:]  # (B, H, R, T)
             wide = torch.promote_types(chunk.dtype, torch.float32)
-            shares.append(weights[..., self.columns(chunk.device)].to(wide))
+            of_targets = weights[..., self.columns(chunk.device)]  # (B, H, R, K)
+            shares.append(of_targets.to(wide))
             if star:
                 sums.append(weights.sum(dim=-1, dtype=wide))
-            maps.append(weights[:, self.heads_of(layer, chunk.shape[1])])
+            chosen = self.heads_of(layer, chunk.shape[1])
+            maps.append(weights[:, chosen])
         self.add_shares(layer, torch.cat(shares, dim=2))
         if star:
-            self.add_star(layer, 1 - torch.cat(sums, dim=2))
-        chosen = self.heads_of(layer, shares[0].shape[1])
+            by_query = torch.cat(sums, dim=2)  # (B, H, T)
+            self.add_star(layer, 1 - by_query)
         if chosen:
-            padded = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
+            whole = torch.cat(maps, dim=2).float()  # (B, chosen, T, T)
+            padded = self._padded(whole, axes=2)
             for index, head in enumerate(chosen):
                 self.values["map"][layer, head].append(padded[:, index].cpu())
 
@@ -145,7 +161,8 @@ class Tally:
         """Raise ValueError for chosen (layer, head) pairs that did not run in the first batch."""
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.values["map"]]
-        count = next(iter(alphas.values()))[0].shape[-1]
+        first_layer = next(iter(alphas.values()))
+        count = first_layer[0].shape[-1]  # of the first batch, (B, targets, heads)
         require(
             not missing,
             f"heads names (layer, head) pairs that the model does not have: {missing}; "
@@ -182,10 +199,12 @@ class Tally:
             fields["star"] = torch.stack(stars, dim=1)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
+        queries, keys = values["queries"], values["keys"]  # empty where a model shows weights
         kept = {}
         for pair, weights in values["map"].items():
-            kept[pair] = Kept(weights, values["queries"].get(pair), values["keys"].get(pair))
-        report = Report(alpha, self.targets, epsilons, lengths, tuple(alphas), kept=kept, **fields)
+            kept[pair] = Kept(weights, queries.get(pair), keys.get(pair))
+        layers = tuple(alphas)
+        report = Report(alpha, self.targets, epsilons, lengths, layers, kept=kept, **fields)
         for numbers in (report.alpha, report.hidden_norms):
             if numbers is not None and not numbers.isfinite().all():
                 reason = why_not_finite(source.model)
@@ -197,13 +216,15 @@ class Tally:
         values: Any = defaultdict(dict)
         for name, by_layer in self.values.items():
             for layer, batches in sorted(by_layer.items()):
-                values[name][layer] = torch.cat(batches).cpu()[places]
+                whole = torch.cat(batches).cpu()
+                values[name][layer] = whole[places]
         return values
 
     def _means(self, lengths: Tensor) -> dict[str, Any]:
         """The means over samples of norms and elements, by their names in a report."""
         # Of sequences of unequal lengths, a mean is over those that have the position.
-        samples = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)
+        positions = torch.arange(self.length, device="cpu")
+        samples = (lengths[:, None] > positions).sum(dim=0)  # by position
         means: dict[str, Any] = {}
         for name, sums in self.sums.items():
             count = samples[:1] if name == "first_elements" else samples  # all have the first
@@ -217,7 +238,9 @@ class Tally:
 def why_not_finite(model: nn.Module) -> str:
     """What is not finite in a model whose attention is not."""
     for name, weight in model.named_parameters():
-        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
+        if weight.is_meta or not weight.is_floating_point():
+            continue
+        if not weight.isfinite().all():
             return f"the weights hold nan or infinite values ({name})"
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         return "every weight is finite and activations overflow float16: use bfloat16 or float32"
@@ -244,9 +267,10 @@ class OwnModel:
         self.model, self.tally = model, tally
         self.blocks = model.blocks
         self.device = model.embed.weight.device
-        self.first = int(model.config.sink_token)  # 1 where x* stands at position 0
-        self.vocabulary = model.config.vocab_size
-        self.windows = dict.fromkeys(range(model.config.num_layers), model.config.attention.window)
+        cfg = model.config
+        self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
+        self.vocabulary = cfg.vocab_size
+        self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
         """Our own model is causal, and computes what it shows."""
@@ -310,7 +334,9 @@ def attention_shares(
     def learned_kernel(x: Tensor) -> Tensor:
         return widened(extras["mlp"](x.to(q)))  # it keeps the model's precision
 
-    wide = {name: learned_kernel if name == "mlp" else widened(x) for name, x in extras.items()}
+    wide: dict[str, Any] = {}
+    for name, x in extras.items():
+        wide[name] = learned_kernel if name == "mlp" else widened(x)
     _, weights = attend(widened(q), widened(k), widened(v), spec, **wide)
     weights = weights.abs()
     if spec.similarity == "softpick":
