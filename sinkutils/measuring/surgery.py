@@ -147,16 +147,19 @@ def edit_neurons(
         down = block.get_submodule("ffn.down")
     else:
         config = source.config.get_text_config()
-        shape = getattr(config, "hidden_size", None), getattr(config, "intermediate_size", None)
-        found = []
+        width = getattr(config, "hidden_size", None)
+        neurons = getattr(config, "intermediate_size", None)
+        layers = []
         for module in block.modules():
-            if isinstance(module, nn.Linear) and (module.out_features, module.in_features) == shape:
-                found.append(module)
+            if not isinstance(module, nn.Linear):
+                continue
+            if module.in_features == neurons and module.out_features == width:
+                layers.append(module)
         require(
-            len(found) == 1,
-            f"{source.kind} has no one linear layer that reads its FFN's {shape[1]} neurons",
+            len(layers) == 1,
+            f"{source.kind} has no one linear layer that reads its FFN's {neurons} neurons",
         )
-        down = found[0]
+        down = layers[0]
     return down.register_forward_pre_hook(source.here(before))
 
 
@@ -177,7 +180,8 @@ def set_back(
         integer("dimension", dimension, 0, elements.shape[1] - 1)
 
     def to_the_mean(hidden: Tensor) -> Tensor:  # (B, T, d)
-        hidden[:, 0, chosen] = hidden[:, 1:, chosen].mean(dim=1)
+        others = hidden[:, 1:, chosen]
+        hidden[:, 0, chosen] = others.mean(dim=1)
         return hidden
 
     return edit(model, ids, "block", to_the_mean, [block])
@@ -197,8 +201,9 @@ def hide(
     targets: the positions k of the report's Sink_k.
     """
     integer("since", since, least=2)
-    at = torch.arange(ids.shape[1])
-    hidden = (at[:, None] >= since - 1) & (at == 0)  # (queries, keys)
+    keys = torch.arange(ids.shape[1])
+    queries = keys[:, None]
+    hidden = (queries >= since - 1) & (keys == 0)  # (T, T)
     with operating(model, ids, cache=True) as capture:
         return run(capture, ids, last=last, hidden=hidden, targets=targets)
 
@@ -211,8 +216,10 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
     """
     integer("window", window, least=1)
     integer("sinks", sinks, least=0)
-    at = torch.arange(ids.shape[1])
-    hidden = (at[:, None] - at >= window) & (at >= sinks)  # (queries, keys)
+    keys = torch.arange(ids.shape[1])
+    queries = keys[:, None]
+    behind_window = queries - keys >= window
+    hidden = behind_window & (keys >= sinks)  # (T, T)
     with operating(model, ids, cache=True) as capture:
         return run(capture, ids, hidden=hidden)
 
@@ -297,7 +304,8 @@ def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
     past = cached(capture, ids)
     if type(past) is not DynamicCache or len(past.layers) != len(capture.layers):
         return False
-    return {type(layer) for layer in past.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = {type(layer) for layer in past.layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def cached(capture: Capture, ids: Tensor) -> Any:
@@ -327,8 +335,9 @@ def run(
     integer("last", scored, 1, length - 1)
     tally = Tally(tuple(targets), length, norms=cache is None)
     losses, predicted = [], []
-    size = max(1, ELEMENTS // (scored * source.vocabulary))  # texts a batch
-    for batch in ids.to(source.device).split(size):
+    logits_a_text = scored * source.vocabulary
+    texts = max(1, ELEMENTS // logits_a_text)  # a batch
+    for batch in ids.to(source.device).split(texts):
         if isinstance(source, OwnModel):
             source.tally, source.edit = tally, edit
             logits = source.model(batch, source)
@@ -338,13 +347,16 @@ def run(
             front = past.get_seq_length() if past else 0
             source.doing = Measuring(tally, True, edit, hidden, front)
             source.start(batch)
-            kept = {} if last is None else {"logits_to_keep": scored + 1}
-            output = source.model(batch, past_key_values=past, use_cache=past is not None, **kept)
+            options = {} if last is None else {"logits_to_keep": scored + 1}
+            output = source.model(
+                batch, past_key_values=past, use_cache=past is not None, **options
+            )
             source.finish()
             logits = output.logits
         logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
-        each = F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none")
-        losses.append(each.cpu())
+        behind = batch[:, -scored:]
+        nats = F.cross_entropy(logits.mT, behind, reduction="none")  # (B, scored)
+        losses.append(nats.cpu())
         predicted.append(logits.argmax(dim=-1).cpu())
     samples = torch.arange(len(ids))
     report = tally.report(source, samples, torch.full_like(samples, length), (0.3,))
