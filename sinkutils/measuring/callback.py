@@ -81,16 +81,21 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         if first:
             should_log = control.should_log
-            trainer_log()({f"sink/{name}": summary[name] for name in LOGGED if name in summary})
+            logged = {f"sink/{name}": summary[name] for name in LOGGED if name in summary}
+            log = trainer_log()
+            log(logged)
             # Logging switches it off, and the loss may be due at this step.
             control.should_log = should_log
 
     def _warn(self, state: Any, message: str, error: object = "") -> None:
         """Say something once, in the first process: the same error is not said at another step."""
         key = str(error) or message
-        if state.is_world_process_zero and key not in self.said:
-            LOGGER.warning("%s", f"{message}: {error}" if error else message)
-            self.said.add(key)
+        if not state.is_world_process_zero or key in self.said:
+            return
+        self.said.add(key)
+        if error:
+            message += f": {error}"
+        LOGGER.warning("%s", message)
 
 
 def trainer_log() -> Callable[..., None]:

@@ -99,9 +99,16 @@ def configurations(model: nn.Module) -> list[Any]:
 def is_of_transformers(function: Any) -> bool:
     """Whether transformers' own code defines a function, and not somebody who registered it."""
     function = getattr(function, "func", function)  # of a partial
-    names: dict[str, Any] = getattr(function, "__globals__", {})  # of its file
-    home: str = names.get("__name__", "")
-    return home.startswith("transformers.")
+    return home_of(function).startswith("transformers.")
+
+
+def home_of(function: Any) -> str:
+    """The module in whose file a function is written, "" if it is not known.
+
+    Not `__module__`, which a decorator may have copied from what it wraps.
+    """
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    return str(names.get("__name__", ""))
 
 
 def shown(mask: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def heads_by_block(
     blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
     # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
     heads_per_block = alpha.shape[1]
-    sideways = (np.arange(heads_per_block) + 0.5) / heads_per_block - 0.5
+    middles = np.arange(heads_per_block) + 0.5
+    sideways = middles / heads_per_block - 0.5  # from -0.5 to 0.5
     across = 1 + blocks[:, None] + 0.7 * sideways
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=COLORS["first"])
@@ -59,16 +60,17 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
         f"weights must have the shape (T, T), got {squares.shape}",
     )
     squares[np.triu_indices(length, 1)] = np.nan  # no key behind its query
-    ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
-    ax.add_patch(
-        Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
-    )
+    square_root = PowerNorm(0.5, vmin=0, vmax=1)
+    ax.imshow(squares, cmap=SHADES, norm=square_root, interpolation="nearest")
+    frame = Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
+    ax.add_patch(frame)
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelsize=min(8.0, 190 / length))
     names = tokens or [str(position) for position in range(1, length + 1)]
-    ax.set_yticks(range(length), names, parse_math=False)  # a token may hold dollars
-    ax.set_xticks(range(length), names, rotation=90, parse_math=False)
+    ticks = range(length)
+    ax.set_yticks(ticks, names, parse_math=False)  # a token may hold dollars
+    ax.set_xticks(ticks, names, rotation=90, parse_math=False)
     ax.xaxis.tick_top()
     return ax
 
@@ -79,5 +81,8 @@ def token_label(token: int, tokenizer: Any = None) -> str:
         return str(token)
     text = tokenizer.decode([token], skip_special_tokens=False)
     text = text.replace("\n", "↵").replace("\t", "→")
-    text = "".join(letter for letter in text if letter.isprintable()).strip() or "␣"
-    return text if len(text) <= 8 else text[:7] + "…"
+    printable = "".join(letter for letter in text if letter.isprintable())
+    label = printable.strip() or "␣"
+    if len(label) > 8:
+        label = label[:7] + "…"
+    return label
