@@ -167,14 +167,9 @@ class Call(NamedTuple):
 
     def wide(self) -> Call:
         """The same call in float64."""
+        wide = Call(*map(widened, self))
         kwargs = {name: widened(value) for name, value in self.kwargs.items()}
-        return self._replace(
-            q=self.q.double(),
-            k=self.k.double(),
-            v=self.v.double(),
-            mask=widened(self.mask),
-            kwargs=kwargs,
-        )
+        return wide._replace(kwargs=kwargs)
 
     @property
     def size(self) -> float:

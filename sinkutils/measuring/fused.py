@@ -102,7 +102,7 @@ def fused(
     """
     causal = mask is None
     name = kernel_for(q.device.type, q.dtype, head_dim=q.shape[-1], masked=not causal)
-    op = getattr(torch.ops.aten, name)
+    op = getattr(torch.ops.aten, name)  # its 0.0 below is for no dropout
     if mask is not None and mask.dtype == torch.bool:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     if q.device.type == "cpu":
@@ -119,8 +119,8 @@ def fused(
             padded = F.pad(mask.to(q.dtype), (0, lacking))
             mask = padded[..., :keys]
             mask = mask.expand(*q.shape[:3], k.shape[2])
-        compute_lse, dropout = True, 0.0
-        out, lse, *_ = op(q, k, v, mask, compute_lse, dropout, causal, scale=scale)
+        # True asks for the log-sum-exp.
+        out, lse, *_ = op(q, k, v, mask, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]  # some pad their rows
 
 
@@ -135,29 +135,30 @@ def fused_rows(
 
     Of booleans only the keys that these queries see are read: a window is cheaper than a whole row.
     """
-    outs, masses = [], []
-    for start in range(0, q.shape[2], ROWS):
-        rows = slice(start, start + ROWS)
-        keys = slice(None)
-        seen = mask[..., rows, :]
+    outs, lses = [], []
+    for queries, seen in zip(q.split(ROWS, dim=2), mask.split(ROWS, dim=-2), strict=True):
+        keys, values = k, v
         if mask.dtype == torch.bool:
             in_any = seen.flatten(0, -2).any(dim=0)  # text, head or query: (T,)
             columns = in_any.nonzero()[:, 0]
-            keys = slice(columns[0], columns[-1] + 1)
-            seen = seen[..., keys]
-        out, lse = fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale)
+            # From the first key that is seen to the last one
+            between = slice(columns[0], columns[-1] + 1)
+            keys = k[:, :, between]
+            values = v[:, :, between]
+            seen = seen[..., between]
+        out, lse = fused(queries, keys, values, mask=seen, scale=scale)
         outs.append(out)
-        masses.append(lse)
-    return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
     """Whether the first text's output and A_ik are those of the family's eager function."""
     last = call.q.shape[2] - 1
+    device = columns.device
     # The rows after each key, as a window hides it from most others, and some all over the text.
-    steps = torch.arange(CHECK_ROWS, device=columns.device)
-    after = columns[:, None] + steps  # (K, CHECK_ROWS)
-    all_over = torch.linspace(0, last, CHECK_ROWS, device=columns.device).long()
+    after = columns[:, None] + torch.arange(CHECK_ROWS, device=device)  # (K, CHECK_ROWS)
+    all_over = torch.linspace(0, last, CHECK_ROWS, device=device).long()
     rows = torch.cat([after.flatten(), all_over])
     rows = rows.clamp(max=last).unique()
     first_text = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])

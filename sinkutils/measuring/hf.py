@@ -100,7 +100,8 @@ class Capture:
         # outer: what is called. model: the causal LM in it. base: its blocks, without unembedding.
         self.outer, self.model = handed_over(model)
         self.kind = type(self.model).__name__
-        self.config, self.base = self.model.config, self.model.base_model
+        self.config = self.model.config
+        self.base = self.model.base_model
         self.table = _embedding(self.model)
         # A model whose embedding is offloaded (accelerate) moves the ids itself.
         self.device = torch.device("cpu") if self.table.is_meta else self.table.device
@@ -109,10 +110,10 @@ class Capture:
         # model, whose other blocks have no attention, both are the block's index.
         self.blocks, self.layers, self.places = families.attention_layers(self.base)
         self.modules = set(self.base.modules())
-        chooses = [families.chooses_attention(module) for module in self.layers]
-        if any(chooses) and not all(chooses):
+        chooses = {families.chooses_attention(module) for module in self.layers}
+        if len(chooses) > 1:
             raise ValueError(f"{self.kind} mixes attention modules of two kinds: not supported")
-        self.legacy = not chooses[0]  # outside the interface
+        self.legacy = False in chooses  # outside the interface
         self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
         self.doing = doing
         self.calls: Counter[nn.Module] = Counter()  # in the pass that runs
@@ -130,12 +131,10 @@ class Capture:
             return "eager weights"
         assert isinstance(self.doing, Measuring)
         # A module may run with a mask and without: it is trusted if both proved right.
-        tried, wrong = set(), set()
+        trusted: dict[nn.Module, bool] = {}
         for (module, _), right in self.doing.proved.items():
-            tried.add(module)
-            if not right:
-                wrong.add(module)
-        fused = len(tried - wrong)
+            trusted[module] = right and trusted.get(module, True)
+        fused = sum(trusted.values())
         layers = len(self.calls)
         if fused == layers:
             return "fused"

@@ -175,8 +175,9 @@ class Report:
             result["windows"] = self.windows
             result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         for name in BY_POSITION:
-            if getattr(self, name) is not None:
-                result[name] = getattr(self, name)
+            value = getattr(self, name)
+            if value is not None:
+                result[name] = value
         plain: dict[str, Any] = _plain(result)
         return plain
 

@@ -32,17 +32,19 @@ def heads_by_block(
     """
     alpha = np.asarray(heads, dtype=float)
     require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
-    blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
+    if layers is None:
+        layers = range(len(alpha))
+    blocks = 1 + np.array(layers)
     # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
     heads_per_block = alpha.shape[1]
     middles = np.arange(heads_per_block) + 0.5
     sideways = middles / heads_per_block - 0.5  # from -0.5 to 0.5
-    across = 1 + blocks[:, None] + 0.7 * sideways
+    across = blocks[:, None] + 0.7 * sideways
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=COLORS["first"])
     ax.axhline(EPSILON, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     ax.set(xlabel="block", ylabel=r"$\alpha_1$", ylim=(-0.02, 1.02))
-    ax.set_xlim(blocks.min() + 0.4, blocks.max() + 1.6)  # no tick at a block 0
+    ax.set_xlim(blocks.min() - 0.6, blocks.max() + 0.6)  # no tick at a block 0
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return ax
 

@@ -152,7 +152,9 @@ def explore(
     texts = max(1, room // shown**2)
     ids = ids[:texts, :shown]
     weights, shades = maps_of(model, ids, heads)
-    tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
+    tokens = []
+    for row in ids.tolist():
+        tokens.append([token_label(token, tokenizer) for token in row])
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     start = int(alpha[0].argmax())
     if head is not None:

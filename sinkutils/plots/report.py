@@ -176,7 +176,8 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
     """
     adds = adds_bos(tokenizer)
     inputs = {}
-    for bos in (False,) if adds is None else (adds, not adds):
+    choices = (False,) if adds is None else (adds, not adds)
+    for bos in choices:
         suffix = ", BOS first" if bos else ""
         if not isinstance(tokenizer, WithoutTokenizer):
             inputs["natural" + suffix] = natural(tokenizer, texts, n, length, bos)
