@@ -81,7 +81,10 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         if first:
             should_log = control.should_log
-            logged = {f"sink/{name}": summary[name] for name in LOGGED if name in summary}
+            logged = {}
+            for name in LOGGED:
+                if name in summary:
+                    logged[f"sink/{name}"] = summary[name]
             log = trainer_log()
             log(logged)
             # Logging switches it off, and the loss may be due at this step.

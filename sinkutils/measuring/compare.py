@@ -32,7 +32,8 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
         f"the reports are of {first.length} tokens and {second.length}",
     )
     require(min(first.samples, second.samples) > 1, "an interval needs at least two samples")
-    before, after = _alpha(first, k, by), _alpha(second, k, by)
+    before = _alpha(first, k, by)
+    after = _alpha(second, k, by)
     require(
         before.shape[1:] == after.shape[1:],
         f"the models have different numbers of blocks or heads: they cannot be compared by {by}",

@@ -254,7 +254,8 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     """
     # sigmoid(lse - sink) = sum of exp(logits) / (sum of exp(logits) + exp(sink))
     keys = repeat_heads(call.k, call.q.shape[1]).float()
-    logits = call.q.float() @ keys.mT * call.scale + mask.float()  # (B, H, R, T)
+    logits = call.q.float() @ keys.mT * call.scale  # (B, H, R, T)
+    logits = logits + mask.float()
     lse = logits.logsumexp(dim=-1, keepdim=True)
     by_head = sink.float().reshape(1, -1, 1, 1)
     left = torch.sigmoid(lse - by_head)  # (B, H, R, 1)

@@ -45,7 +45,8 @@ def can_serve(call: Call, columns: Tensor) -> bool:
             return False
     # The kernels want values as wide as keys, and one type for all three.
     q, k, v = call.q, call.k, call.v
-    return q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
+    one_type = q.dtype == k.dtype == v.dtype
+    return one_type and q.shape[-1] == v.shape[-1]
 
 
 def fused_call(call: Call, columns: Tensor) -> Fused:

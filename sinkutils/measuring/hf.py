@@ -114,11 +114,14 @@ class Capture:
         if len(chooses) > 1:
             raise ValueError(f"{self.kind} mixes attention modules of two kinds: not supported")
         self.legacy = False in chooses  # outside the interface
-        self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
+        causal = [getattr(module, "is_causal", True) for module in self.layers]
+        self.needs_mask = not all(causal)
         self.doing = doing
-        self.calls: Counter[nn.Module] = Counter()  # in the pass that runs
-        self.ran: set[int] = set()  # the blocks that ran in it
-        self.shape: tuple[int, ...] = ()  # of its ids
+        # Of the pass that runs: how often each module was called, which blocks ran, (B, T) of ids
+        self.calls: Counter[nn.Module] = Counter()
+        self.ran: set[int] = set()
+        self.shape: tuple[int, ...] = ()
+        # Of all passes
         self.named: set[str] = set()  # the attention functions that the model names
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.mask: Tensor | None = None  # the last one, and its window
@@ -325,12 +328,14 @@ class Capture:
         for module, block in self.places.items():
             if block > last:
                 continue
+            reason = ""
             if self.ran and block not in self.ran:
-                raise ValueError(f"{self.kind} cannot be measured: it skips block {block + 1}")
-            calls = self.calls[module]
-            if calls != 1:
-                reason = refusals.TWICE if calls else refusals.SILENT
-                raise ValueError(f"{self.kind} cannot be measured: {names[module]} {reason}")
+                reason = f"it skips block {block + 1}"
+            elif self.calls[module] == 0:
+                reason = f"{names[module]} {refusals.SILENT}"
+            elif self.calls[module] > 1:
+                reason = f"{names[module]} {refusals.TWICE}"
+            require(not reason, f"{self.kind} cannot be measured: {reason}")
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
         """Raise ValueError for rows that are too long, and for attention that cannot be read.

@@ -248,7 +248,9 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         )
     missing = sorted(info["missing_keys"])
     unused = sorted(info["unexpected_keys"])
-    message += f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    # How many, and one of them by name
+    message += f"without {len(missing)} {missing[:1]}, "
+    message += f"with {len(unused)} unused {unused[:1]}"
     if missing or _leaves_out_a_block(model, unused):  # the missing would be random
         raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
     if unused:

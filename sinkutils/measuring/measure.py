@@ -257,7 +257,8 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
 def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
     """Warn where each text begins with two BOS, as of a chat template tokenised as text."""
     for row in rows:
-        if len(row) < 2 or not firsts.issuperset(row[:2].tolist()):
+        start = row[:2].tolist()
+        if len(start) < 2 or not firsts.issuperset(start):
             return
     warnings.warn(
         "each text begins with two BOS, as where a chat template that has one is tokenised as "

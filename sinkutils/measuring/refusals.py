@@ -133,7 +133,8 @@ def check_call(call: Call, name: str, kind: str) -> None:
         raise ValueError(f"{type(module).__name__} {LATER}")
     # Sparse attention writes its choice of keys into the masks of these two functions.
     # The kernels of others are told of it.
-    keys, blocks = call.kwargs.get("indices"), call.kwargs.get("block_indices")
+    keys = call.kwargs.get("indices")
+    blocks = call.kwargs.get("block_indices")
     chosen = keys is not None or blocks is not None
     if chosen and name not in ("eager", "sdpa"):
         raise ValueError(

@@ -161,6 +161,7 @@ class Report:
             result[name] = getattr(self, name)
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
+        # By target, as text in JSON: {"1": .., "star": ..}
         for name in ("excess", "interval", "sink"):
             result[name] = {}
         for k in self._shares:
@@ -173,7 +174,9 @@ class Report:
             result["sink_star"] = result["sink"].pop("star")
         if self.windows:
             result["windows"] = self.windows
-            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
+            result["visible_alpha"] = {}
+            for k in self.targets:
+                result["visible_alpha"][k] = self.visible_alpha(k).mean(dim=0)
         for name in BY_POSITION:
             value = getattr(self, name)
             if value is not None:
@@ -338,7 +341,8 @@ def norm_ratio(norms: Any) -> list[float]:
     """
     rows = np.asarray(norms, dtype=float)
     require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
-    first, others = rows[:, 0], rows[:, 1:].mean(axis=1)
+    first = rows[:, 0]
+    others = rows[:, 1:].mean(axis=1)
     others = np.where(others > 0, others, np.nan)
     ratios: list[float] = (first / others).tolist()
     return ratios

@@ -247,9 +247,10 @@ def transplant(
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=capture.config)
             for index, layer in enumerate(layers):
-                k = layer.keys.mean(dim=0).expand(samples, -1, -1, -1)  # (B, H_kv, 1, D)
-                v = layer.values.mean(dim=0).expand(samples, -1, -1, -1)
-                filled.update(k, v, index)
+                k, v = layer.keys.mean(dim=0), layer.values.mean(dim=0)  # (H_kv, 1, D)
+                # The same k* and v* in front of each text, (B, H_kv, 1, D)
+                shape = (samples, *k.shape)
+                filled.update(k.expand(shape), v.expand(shape), index)
             return filled
 
         return run(capture, ids, cache)
@@ -302,7 +303,9 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
 def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
     """Whether the cache of a model holds keys and values of its attention layers, nothing else."""
     past = cached(capture, ids)
-    if type(past) is not DynamicCache or len(past.layers) != len(capture.layers):
+    if type(past) is not DynamicCache:  # a class of the family's own may keep more
+        return False
+    if len(past.layers) != len(capture.layers):  # it has layers of another kind
         return False
     kinds = {type(layer) for layer in past.layers}
     return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
@@ -335,8 +338,9 @@ def run(
     integer("last", scored, 1, length - 1)
     tally = Tally(tuple(targets), length, norms=cache is None)
     losses, predicted = [], []
+    # As many texts a batch as leave room for their logits
     logits_a_text = scored * source.vocabulary
-    texts = max(1, ELEMENTS // logits_a_text)  # a batch
+    texts = max(1, ELEMENTS // logits_a_text)
     for batch in ids.to(source.device).split(texts):
         if isinstance(source, OwnModel):
             source.tally, source.edit = tally, edit
@@ -347,17 +351,19 @@ def run(
             front = past.get_seq_length() if past else 0
             source.doing = Measuring(tally, True, edit, hidden, front)
             source.start(batch)
-            options = {} if last is None else {"logits_to_keep": scored + 1}
-            output = source.model(
-                batch, past_key_values=past, use_cache=past is not None, **options
-            )
+            options: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
+            if last is not None:
+                options["logits_to_keep"] = scored + 1
+            output = source.model(batch, **options)
             source.finish()
             logits = output.logits
-        logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
-        behind = batch[:, -scored:]
-        nats = F.cross_entropy(logits.mT, behind, reduction="none")  # (B, scored)
-        losses.append(nats.cpu())
+        # Logits predict the token behind their own: those of the last one are left out.
+        logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
         predicted.append(logits.argmax(dim=-1).cpu())
+        labels = batch[:, -scored:]
+        nats = F.cross_entropy(logits.mT, labels, reduction="none")  # (B, scored)
+        losses.append(nats.cpu())
     samples = torch.arange(len(ids))
-    report = tally.report(source, samples, torch.full_like(samples, length), (0.3,))
+    lengths = torch.full_like(samples, length)
+    report = tally.report(source, samples, lengths, (0.3,))
     return Outcome(torch.cat(losses), torch.cat(predicted), report)

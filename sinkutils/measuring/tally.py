@@ -228,8 +228,8 @@ class Tally:
         means: dict[str, Any] = {}
         for name, sums in self.sums.items():
             count = samples[:1] if name == "first_elements" else samples  # all have the first
-            by_layer = [total.cpu() / count for _, total in sorted(sums.items())]
-            means[name] = torch.stack(by_layer)
+            totals = [sums[layer].cpu() for layer in sorted(sums)]
+            means[name] = torch.stack(totals) / count
         if self.norms:  # the embedding was added as layer 0
             means["embedding_norms"] = means["embedding_norms"][0]
         return means

@@ -69,8 +69,8 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelsize=min(8.0, 190 / length))
-    names = tokens or [str(position) for position in range(1, length + 1)]
     ticks = range(length)
+    names = tokens or [str(tick + 1) for tick in ticks]
     ax.set_yticks(ticks, names, parse_math=False)  # a token may hold dollars
     ax.set_xticks(ticks, names, rotation=90, parse_math=False)
     ax.xaxis.tick_top()

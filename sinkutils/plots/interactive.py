@@ -146,12 +146,13 @@ def explore(
     if head is not None:
         last = names[-1]
         require(tuple(head) in names, f"head must be (block, head), up to {last}, got {head!r}")
+    # How many tokens of a text, and then how many texts, a picture can carry of all heads
     room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
     fit = max(FEWEST_TOKENS, int(room**0.5))
     shown = min(length, ids.shape[1], fit)
     texts = max(1, room // shown**2)
     ids = ids[:texts, :shown]
-    weights, shades = maps_of(model, ids, heads)
+    weights, shades = maps_of(model, ids, heads)  # weights: (texts, heads, T, T)
     tokens = []
     for row in ids.tolist():
         tokens.append([token_label(token, tokenizer) for token in row])
