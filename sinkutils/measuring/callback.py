@@ -41,7 +41,9 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         instance("ids", ids, Tensor)
         require(ids.ndim == 2, f"ids must have the shape (samples, T), got {tuple(ids.shape)}")
         integer("every", every, least=1)
-        self.ids, self.every, self.options = ids, every, options
+        self.ids = ids
+        self.every = every
+        self.options = options
         self.sharded = False
         self.why_not: str | None = None  # the model is not measured
         self.said: set[str] = set()  # warnings

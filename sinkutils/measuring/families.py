@@ -136,7 +136,9 @@ def window_of(mask: Tensor) -> int | None:
 
 
 def widened(value: Any) -> Any:
-    """A tensor of floats in float64; anything else as it is."""
+    """A tensor of floats in float64, also in a dict; anything else as it is."""
+    if isinstance(value, dict):
+        return {name: widened(x) for name, x in value.items()}
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value
@@ -167,9 +169,7 @@ class Call(NamedTuple):
 
     def wide(self) -> Call:
         """The same call in float64."""
-        wide = Call(*map(widened, self))
-        kwargs = {name: widened(value) for name, value in self.kwargs.items()}
-        return wide._replace(kwargs=kwargs)
+        return Call(*map(widened, self))
 
     @property
     def size(self) -> float:

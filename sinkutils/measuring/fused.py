@@ -73,8 +73,9 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
         sink = call.sink.float().reshape(1, -1, 1)
         total = torch.logaddexp(lse, sink)
         rest = torch.exp(lse - total)  # (B, H, T)
+        star = 1 - rest
         out = out * rest[..., None].to(out.dtype)
-        lse, star = total, 1 - rest
+        lse = total
     shares = torch.exp(logits - lse[..., None])
     shares = shares.masked_fill(~families.shown(mask), 0)
     return Fused(out.transpose(1, 2).contiguous(), shares, star)

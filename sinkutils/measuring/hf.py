@@ -274,7 +274,8 @@ class Capture:
         if mask is None or self.doing.front:
             return
         if mask is not self.mask:  # of several layers it is one
-            self.mask, self.window = mask, families.window_of(mask)
+            self.mask = mask
+            self.window = families.window_of(mask)
         if self.window:
             self.windows[layer] = self.window
 

@@ -59,7 +59,8 @@ def load_lm(
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
-    name, path = str(name_or_path), Path(name_or_path)
+    name = str(name_or_path)
+    path = Path(name_or_path)
     if dtype is not None:
         dtype = str(dtype).removeprefix("torch.")
         choice("dtype", dtype, DTYPES)
@@ -318,7 +319,7 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
-    path = Path(name)
+    path = Path(name_or_path)
     installed = importlib.util.find_spec
     if gguf_file(path) and not installed("gguf"):
         return f"{name!r} is a GGUF file: pip install gguf"

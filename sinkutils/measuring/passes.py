@@ -193,10 +193,8 @@ def computes_the_same(
     precision (torch.set_float32_matmul_precision) nor that of activations before them.
     """
     seeing = ~expected.blind()
-    wide_inputs = [widened(x) for x in inputs]
-    wide_kwargs = {name: widened(value) for name, value in kwargs.items()}
     try:
-        out, *_ = function(module, *wide_inputs, **wide_kwargs)
+        out, *_ = function(module, *map(widened, inputs), **widened(kwargs))
         right, _ = families.chunk(expected.wide(), expected.rows)
         gaps = _gaps(out, right)[:, seeing]
         return not gaps.max() > 1e-3  # nan is for another to refuse

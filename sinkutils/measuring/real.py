@@ -20,7 +20,10 @@ from sinkutils.checks import choice
 from sinkutils.data.corpus import cache_root, written_whole
 from sinkutils.paths import LEDGER, read_yaml
 
-GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
+# Names of files in a model's folder
+GGUF = "model.gguf"
+TERMS = "TERMS.html"
+SETTINGS = "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):

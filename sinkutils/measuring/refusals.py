@@ -32,7 +32,8 @@ TENSOR_PARALLEL = "tensor parallelism: a process has only a part of each layer; 
 
 def check_kind(model: Any) -> None:
     """Refuse what is no causal LM of transformers, and the families that have no alpha."""
-    kind, config = type(model).__name__, model.config
+    kind = type(model).__name__
+    config = model.config
     reason = REFUSED.get(config.model_type)
     require(reason is None, f"{kind} cannot be measured: {reason}")
     if config.is_encoder_decoder:

@@ -247,10 +247,12 @@ def transplant(
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=capture.config)
             for index, layer in enumerate(layers):
-                k, v = layer.keys.mean(dim=0), layer.values.mean(dim=0)  # (H_kv, 1, D)
-                # The same k* and v* in front of each text, (B, H_kv, 1, D)
-                shape = (samples, *k.shape)
-                filled.update(k.expand(shape), v.expand(shape), index)
+                k = layer.keys.mean(dim=0)  # (H_kv, 1, D)
+                v = layer.values.mean(dim=0)
+                # The same k* and v* in front of each text, (B, H_kv, 1, D): values may be narrower.
+                k = k.expand(samples, -1, -1, -1)
+                v = v.expand(samples, -1, -1, -1)
+                filled.update(k, v, index)
             return filled
 
         return run(capture, ids, cache)
@@ -337,13 +339,15 @@ def run(
     scored = length - 1 if last is None else last
     integer("last", scored, 1, length - 1)
     tally = Tally(tuple(targets), length, norms=cache is None)
-    losses, predicted = [], []
+    losses = []
+    predicted = []
     # As many texts a batch as leave room for their logits
     logits_a_text = scored * source.vocabulary
     texts = max(1, ELEMENTS // logits_a_text)
     for batch in ids.to(source.device).split(texts):
         if isinstance(source, OwnModel):
-            source.tally, source.edit = tally, edit
+            source.tally = tally
+            source.edit = edit
             logits = source.model(batch, source)
         else:
             # A cache grows as the text runs: each batch gets a new one.

@@ -128,11 +128,13 @@ class Tally:
         chunks: of rows, (B, H, R, front + T) each. star: what the row of a query lacks to one, over
         the text's T keys, is the share of a learned sink logit or of the `front` keys.
         """
-        shares, sums, maps = [], [], []
+        shares = []  # to the targets, (B, H, R, K)
+        sums = []  # of rows, (B, H, R)
+        maps = []  # of the chosen heads, (B, chosen, R, T)
         for chunk in chunks:
             weights = chunk[..., front:]  # (B, H, R, T)
             wide = torch.promote_types(chunk.dtype, torch.float32)
-            of_targets = weights[..., self.columns(chunk.device)]  # (B, H, R, K)
+            of_targets = weights[..., self.columns(chunk.device)]
             shares.append(of_targets.to(wide))
             if star:
                 sums.append(weights.sum(dim=-1, dtype=wide))
@@ -199,7 +201,8 @@ class Tally:
             fields["star"] = torch.stack(stars, dim=1)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
-        queries, keys = values["queries"], values["keys"]  # empty where a model shows weights
+        queries = values["queries"]  # empty, as the keys, where a model shows weights alone
+        keys = values["keys"]
         kept = {}
         for pair, weights in values["map"].items():
             kept[pair] = Kept(weights, queries.get(pair), keys.get(pair))
@@ -264,7 +267,8 @@ class OwnModel:
     edit: Edit | None = None
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
-        self.model, self.tally = model, tally
+        self.model = model
+        self.tally = tally
         self.blocks = model.blocks
         self.device = model.embed.weight.device
         cfg = model.config

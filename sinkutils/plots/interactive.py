@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def explore(
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]
-    heads = [(layer, column) for layer in probe.layers for column in range(columns)]
+    heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)
     names = [(layer + 1, column + 1) for layer, column in heads]
     if head is not None:
         last = names[-1]

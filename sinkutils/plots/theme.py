@@ -71,12 +71,13 @@ def save(figure: Figure | Axes, name: str) -> Path:
 
 def png(figure: Figure) -> bytes:
     """A figure as PNG in 256 colours of its own, a third of the bytes and all that lines need."""
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
         figure.savefig(drawn, format="png", metadata={"Software": None})
     picture = Image.open(drawn).convert("RGB")
     reduced = picture.quantize(256, dither=Image.Dither.NONE)
+    small = io.BytesIO()
     reduced.save(small, format="png", optimize=True)
     return small.getvalue()
 
