@@ -209,7 +209,8 @@ class Call(NamedTuple):
             mask = rows[:, None] + front >= columns
         if self.hidden is None:
             return mask
-        hidden = self.hidden.to(mask.device)[rows][:, columns]
+        hidden = self.hidden.to(mask.device)
+        hidden = hidden[rows][:, columns]  # (R, S)
         lowest = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         return mask.masked_fill(hidden, lowest)
 
@@ -240,7 +241,8 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
     """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values."""
     values = repeat_heads(call.v, weights.shape[1]).to(weights.dtype)
-    expected = (weights @ values).transpose(1, 2)
+    product = weights @ values  # (B, H, R, D)
+    expected = product.transpose(1, 2)
     tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
     gap = (out - expected).abs().max()
     return bool(gap <= tolerance * call.size)

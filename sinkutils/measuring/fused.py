@@ -103,11 +103,12 @@ def fused(
     fits, and what a missing op raises.
     """
     causal = mask is None
-    name = kernel_for(q.device.type, q.dtype, head_dim=q.shape[-1], masked=not causal)
+    device = q.device.type
+    name = kernel_for(device, q.dtype, q.shape[-1], masked=not causal)
     op = getattr(torch.ops.aten, name)  # its 0.0 below is for no dropout
     if mask is not None and mask.dtype == torch.bool:
-        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    if q.device.type == "cpu":
+        mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)  # to be added
+    if device == "cpu":
         # Called by its private name the op takes the last dimension for contiguous, and is wrong
         # where it is not.
         q, k, v = map(_last_contiguous, (q, k, v))

@@ -319,7 +319,7 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
-    path = Path(name_or_path)
+    path = Path(name)
     installed = importlib.util.find_spec
     if gguf_file(path) and not installed("gguf"):
         return f"{name!r} is a GGUF file: pip install gguf"

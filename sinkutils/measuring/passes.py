@@ -208,6 +208,7 @@ def computes_the_same(
 def _gaps(out: Tensor, right: Tensor) -> Tensor:
     """How far outputs (B, T, H, D) are from the right ones, in shares of their size, (B, T, H)."""
     size: Tensor = torch.linalg.vector_norm(right.float(), dim=-1)
-    gaps: Tensor = torch.linalg.vector_norm((out - right).float(), dim=-1)
+    difference = (out - right).float()
+    gaps: Tensor = torch.linalg.vector_norm(difference, dim=-1)
     least = 1e-6 * float(size.max()) + 1e-30  # an output of zero divides nothing
     return gaps / size.clamp(min=least)

@@ -109,11 +109,10 @@ def edit(
             integer("layer", layer, 0, last)
         if place in ("query", "key", "value"):
             return run(source, ids, edit=Edit(place[0], chosen, change))  # q, k or v
+        hook = edit_block if place == "block" else edit_neurons
         for layer in chosen:
-            if place == "block":
-                hooks.enter_context(edit_block(source, source.blocks[layer], change))
-            else:
-                hooks.enter_context(edit_neurons(source, source.blocks[layer], change))
+            handle = hook(source, source.blocks[layer], change)
+            hooks.enter_context(handle)
         return run(source, ids)
 
 

@@ -148,7 +148,8 @@ class Tally:
             whole = torch.cat(maps, dim=2).float()  # (B, chosen, T, T)
             padded = self._padded(whole, axes=2)
             for index, head in enumerate(chosen):
-                self.values["map"][layer, head].append(padded[:, index].cpu())
+                of_head = padded[:, index]  # (B, T, T)
+                self.values["map"][layer, head].append(of_head.cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
         """Add alpha from the targets' A_ik, (B, H, T, K)."""
@@ -157,7 +158,8 @@ class Tally:
 
     def add_star(self, layer: int, star: Tensor) -> None:
         """Add the share (B, H, T) of k*, x* or a learned sink logit."""
-        self.values["star"][layer].append(star.mean(dim=-1).float())
+        alpha = star.mean(dim=-1)  # over all queries: (B, H)
+        self.values["star"][layer].append(alpha.float())
 
     def refuse_heads(self) -> None:
         """Raise ValueError for chosen (layer, head) pairs that did not run in the first batch."""
@@ -338,10 +340,10 @@ def attention_shares(
     def learned_kernel(x: Tensor) -> Tensor:
         return widened(extras["mlp"](x.to(q)))  # it keeps the model's precision
 
-    wide: dict[str, Any] = {}
+    wide_extras: dict[str, Any] = {}
     for name, x in extras.items():
-        wide[name] = learned_kernel if name == "mlp" else widened(x)
-    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide)
+        wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
+    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
     weights = weights.abs()
     if spec.similarity == "softpick":
         return weights / spec.scale

@@ -204,7 +204,8 @@ def maps_of(
     what a script draws them of: their causal halves in shades of PALETTE.
     """
     kept = measure(model, ids, heads=heads, norms=False).kept
-    weights = np.stack([kept[head].map for head in heads], axis=1)
+    maps = [kept[head].map for head in heads]
+    weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
     roots = np.sqrt(np.clip(weights, 0, 1))  # as the still map
     levels = roots * (len(PALETTE) - 1)
     shades = np.rint(levels).astype(np.uint8)

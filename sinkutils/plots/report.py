@@ -211,12 +211,13 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
 def _row(report: Report) -> dict[str, str]:
     """The numbers of one model. Of a hybrid model the first block with attention may be the third."""
     first, *later = report.excess_by_layer()
+    mean_later = f"{np.mean(later):z.2f}" if later else ABSENT
     low, high = report.interval(1, EPS)
     row = {
         "Sink₁": f"{report.sink(1, EPS):.1f} %",
         "95 % interval": f"{low:.1f} to {high:.1f}",
         f"excess in block {1 + report.layers[0]}": f"{first:z.2f}",
-        "excess in later blocks": f"{np.mean(later):z.2f}" if later else ABSENT,
+        "excess in later blocks": mean_later,
     }
     if report.star is not None:  # of a learned sink, a key of its own or a sink token
         row["Sink*"] = f"{report.sink_star(EPS):.1f} %"
