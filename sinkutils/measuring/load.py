@@ -65,8 +65,8 @@ def load_lm(
         dtype = str(dtype).removeprefix("torch.")
         choice("dtype", dtype, DTYPES)
         dtype = getattr(torch, dtype)
-    # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
     target = None if device == "auto" else find_device(device)
+    # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
     recorded = Runs(runs).named(name)
     here = name != "" and path.exists()
     lowered = name.lower()

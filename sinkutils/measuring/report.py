@@ -193,7 +193,8 @@ class Report:
         it stands; value_ratio, the least over layers of ||v_1|| over the others' mean.
         """
         first, *later = self.excess_by_layer()
-        numbers = {"sink_1": self.sink(1, self.epsilons[0]), "block_1": first}
+        numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
+        numbers["block_1"] = first
         if later:
             numbers["later_blocks"] = float(np.mean(later))
         if self.first_elements is not None:

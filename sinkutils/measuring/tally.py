@@ -193,7 +193,7 @@ class Tally:
             len(counts) == 1,
             f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
-        alpha = torch.stack([*alphas.values()], dim=-2)  # (samples, targets, layers, heads)
+        alpha = torch.stack(list(alphas.values()), dim=-2)  # (samples, targets, layers, heads)
         fields = self._means(lengths)
         fields["path"] = source.path
         if "star" in values:
@@ -289,8 +289,12 @@ class OwnModel:
         """One forward pass of ids (B, T)."""
         self.model.hidden(ids.to(self.device), self)
 
+    def _text(self, hidden: Tensor) -> Tensor:
+        """Hidden states without those of x*, as one stream, (B, 1, T, d)."""
+        return hidden[:, None, self.first :]
+
     def embedding(self, hidden: Tensor) -> None:
-        self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
+        self.tally.add_norms("embedding", 0, self._text(hidden))
 
     def attention(
         self,
@@ -317,9 +321,9 @@ class OwnModel:
             tally.add_star(layer, shares[..., -length - 1])
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self.tally.add_hidden(layer, hidden[:, None, self.first :])  # one stream
+        self.tally.add_hidden(layer, self._text(hidden))
         if before_norm is not hidden:  # post-norm: Eq. 3 before its last norm
-            self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
+            self.tally.add_norms("before_norm", layer, self._text(before_norm))
 
 
 def attention_shares(

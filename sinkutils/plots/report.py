@@ -39,7 +39,11 @@ SAMPLE = (
 )
 INK = "#010203"  # what a figure draws in this colour takes that of the page's text, light or dark
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
+CURVES = {  # of hidden states, keys and values
+    "h": COLORS["first"],
+    "k": COLORS["other"],
+    "v": COLORS["baseline"],
+}
 MAP_TOKENS = 24
 EPS = 0.3  # of Sink_1 on the page
 PACKAGES = ("sinkutils", "torch", "transformers")
