@@ -120,7 +120,8 @@ def alone(measured: Subject) -> dict[str, Any]:
     cases |= {"block 3": [2], "blocks 1 to 3": range(3), "blocks 1 to 12": range(12)}
     cases |= {"all blocks": range(blocks)}
     result: dict[str, Any] = {"first": first, "samples": FEW, "T": T, "place": PLACE}
-    result |= {"middle": {}, "middle, x_1 hidden": {}, "first token": {}, "second token": {}}
+    result |= {"middle": {}, "middle, x_1 hidden": {}, "first token": {}, "of another text": {}}
+    result["second token"] = {}
     solitude = partial(itself_alone, PLACE)
     for case, layers in cases.items():
         with attending(model, ids, layers, solitude):
@@ -136,6 +137,14 @@ def alone(measured: Subject) -> dict[str, Any]:
     for case, layers in cases.items():
         with attending(model, cut, layers, company):
             result["first token"][case] = about(measure(model, cut), 1)
+
+    # Two controls: what the same place got in another text.
+    for place, texts in ((1, cut), (PLACE, ids)):
+        seen = seen_at(model, texts, place)
+        other = {layer: output.roll(1, dims=0) for layer, output in seen.items()}
+        with attending(model, texts, range(12), partial(in_company, place, other)):
+            report = measure(model, texts, targets=(place,))
+        result["of another text"][f"token {place}"] = about(report, place)
 
     # x_1 hidden from all others: x_2 attends to itself alone, or gets what it got beside x_1.
     ids = ids[:, :T]
