@@ -76,6 +76,12 @@ def itself_alone(place: int, _: int, attention: Any, x: Tensor, output: Tensor) 
     return output
 
 
+def another_alone(place: int, _: int, attention: Any, x: Tensor, output: Tensor) -> Tensor:
+    """The token at a place attends to the one before it, and to nothing else."""
+    output[:, place - 1] = own_value(attention, x[:, place - 2])
+    return output
+
+
 def seen_at(model: nn.Module, ids: Tensor, place: int) -> dict[int, Tensor]:
     """layer -> what attention returns at a place of ids, (B, d)."""
     seen: dict[int, Tensor] = {}
@@ -129,6 +135,11 @@ def alone(measured: Subject) -> dict[str, Any]:
             hidden = surgery.hide(model, ids, since=PLACE, targets=(1, 2, PLACE)).report
         result["middle"][case] = about(plain, PLACE) | {"x_1": about(plain, 1)}
         result["middle, x_1 hidden"][case] = about(hidden, PLACE) | {"x_2": about(hidden, 2)}
+
+    with attending(model, ids, range(12), partial(another_alone, PLACE)):
+        plain = measure(model, ids, targets=(1, PLACE))
+        hidden = surgery.hide(model, ids, since=PLACE, targets=(1, 2, PLACE)).report
+    result["another alone"] = about(plain, PLACE) | {"x_1 hidden": about(hidden, PLACE)}
 
     if first == BOS:  # no other token than the BOS is a sink when it comes first
         return result
