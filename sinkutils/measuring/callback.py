@@ -46,7 +46,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.options = options
         self.sharded = False
         self.why_not: str | None = None  # the model is not measured
-        self.said: set[str] = set()  # warnings
+        self.warned: set[str] = set()  # warnings
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
@@ -95,9 +95,9 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _warn(self, state: Any, message: str, error: object = "") -> None:
         """Say something once, in the first process: the same error is not said at another step."""
         key = str(error) or message
-        if not state.is_world_process_zero or key in self.said:
+        if not state.is_world_process_zero or key in self.warned:
             return
-        self.said.add(key)
+        self.warned.add(key)
         if error:
             message += f": {error}"
         LOGGER.warning("%s", message)

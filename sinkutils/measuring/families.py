@@ -131,6 +131,7 @@ def window_of(mask: Tensor) -> int | None:
     width = int(seen[-1].sum())  # keys that the last query sees
     if width == len(seen):
         return None
+    # Through a window a query sees itself and the `width - 1` keys before it.
     band = torch.ones_like(seen).tril().triu(1 - width)
     return width if torch.equal(seen, band) else None
 
@@ -225,7 +226,7 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         lowest = torch.finfo(call.q.dtype).min
         mask = torch.zeros_like(mask, dtype=call.q.dtype).masked_fill(~mask, lowest)
     if mask.ndim == 2:
-        mask = mask[None, None]
+        mask = mask[None, None]  # (1, 1, R, S)
     call = call._replace(q=call.q[:, :, rows])
     out, weights = call.eager(call.module, call.q, call.k, call.v, mask, **call.kwargs)
     # With a learned sink, the weights of the tokens sum to less than one. Granite's sum to

@@ -64,6 +64,7 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
     chosen = keys[:, :, columns].float()  # (B, H, K, D)
     logits = q.float() @ chosen.mT * call.scale  # (B, H, T, K)
     mask = call.mask_of(call.rows, columns)  # (.., T, K)
+    # A mask of numbers is added whole: it may hold more than which keys are seen.
     if mask.dtype != torch.bool:
         logits = logits + mask
     star = None
@@ -76,9 +77,11 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
         star = 1 - rest
         out = out * rest[..., None].to(out.dtype)
         lse = total
-    shares = torch.exp(logits - lse[..., None])
-    shares = shares.masked_fill(~families.shown(mask), 0)
-    return Fused(out.transpose(1, 2).contiguous(), shares, star)
+    shares = torch.exp(logits - lse[..., None])  # A_ik = exp(s_ik - lse_i)
+    hidden = ~families.shown(mask)
+    shares = shares.masked_fill(hidden, 0)
+    out = out.transpose(1, 2).contiguous()
+    return Fused(out, shares, star)
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
@@ -87,6 +90,7 @@ def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> 
         return "_scaled_dot_product_flash_attention_for_cpu"
     if device != "cuda" or dtype == torch.float64:
         raise RuntimeError(f"there is no fused kernel for {dtype} on {device}")
+    # Flash attention takes no mask, no float32, and no wider heads.
     half = dtype in (torch.float16, torch.bfloat16)
     if half and head_dim <= 256 and not masked:
         return "_scaled_dot_product_flash_attention"
@@ -166,6 +170,7 @@ def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
     rows = rows.clamp(max=last).unique()
     first_text = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
     out, weights = families.chunk(first_text, rows)  # (1, R, H, D), (1, H, R, T)
+    # In half precision both round, each in its own way.
     tolerance = 2e-5 if out.dtype.itemsize >= 4 else 3e-2
     gaps = result.shares[:1, :, rows] - weights[..., columns]
     gaps_of_out = result.out[:1, rows] - out

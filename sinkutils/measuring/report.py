@@ -112,13 +112,14 @@ class Report:
 
     def _excess(self, k: int | str) -> Tensor:
         """The excess of each sample, layer and head, (samples, layers, heads)."""
-        uniform = self._by_layer(uniform_alpha, k).double()[..., None]
-        above: Tensor = excess(self.of(k), uniform)
+        uniform = self._by_layer(uniform_alpha, k).double()  # (samples, layers)
+        above: Tensor = excess(self.of(k), uniform[..., None])
         return above
 
     def excess_by_layer(self) -> list[float]:
         """The mean excess of alpha_1 over samples and heads in each attention layer of `layers`."""
-        return self._excess(1).mean(dim=(0, 2)).tolist()
+        by_head = self._excess(1)  # (samples, layers, heads)
+        return by_head.mean(dim=(0, 2)).tolist()
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).
@@ -126,17 +127,20 @@ class Report:
         In layers without a window it is alpha_k itself. Where there is one, alpha_k is at most
         `caps(k)`, and this is not.
         """
-        return self.of(k) / self._by_layer(seeing_share, k)[..., None]
+        seeing = self._by_layer(seeing_share, k)  # (samples, layers)
+        return self.of(k) / seeing[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
         """The most that alpha_k can be in each attention layer,
         mean over samples: min(1, w / (T - k + 1)).
         """
-        return self._by_layer(seeing_share, k).mean(dim=0).tolist()
+        seeing = self._by_layer(seeing_share, k)
+        return seeing.mean(dim=0).tolist()
 
     def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
         """function(T, k, window) of each sample and layer, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
+        # Samples differ in T, and layers in their window.
         rows = []
         for length in self.lengths.tolist():
             rows.append([function(length, k, window) for window in windows])

@@ -349,6 +349,7 @@ def attention_shares(
         wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
     _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
     weights = weights.abs()
+    # What a row of softpick lacks to `scale` is on no key, and is not shared out among them.
     if spec.similarity == "softpick":
         return weights / spec.scale
     return divide(weights, weights.sum(dim=-1, keepdim=True))

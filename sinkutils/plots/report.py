@@ -258,11 +258,11 @@ def _norms(report: Report) -> str:
 def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> str:
     """A figure of numbers by block."""
     ax = _axes()
-    for of, values in curves.items():
+    for symbol, values in curves.items():
         # Not every block of a hybrid model has attention, keys and values.
-        blocks = range(len(values)) if of == "h" else report.layers
+        blocks = range(len(values)) if symbol == "h" else report.layers
         from_1 = np.add(blocks, 1)
-        ax.plot(from_1, values, "o-", markersize=4, color=CURVES[of], label=of)
+        ax.plot(from_1, values, "o-", markersize=4, color=CURVES[symbol], label=symbol)
     # Massive activations are hundreds of times the median, most blocks are near one.
     low, high = ax.dataLim.intervaly
     if 0 < 10 * low < high:
