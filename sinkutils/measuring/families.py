@@ -56,8 +56,12 @@ def attention_layers(
         if any(other.startswith(name + ".") for other in modules):
             continue
         place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn": list and block
-        lists.add(place[1] if place else "")
-        places[module] = int(place[2]) if place else -1
+        if place:
+            lists.add(place[1])
+            places[module] = int(place[2])
+        else:  # it is in no list
+            lists.add("")
+            places[module] = -1
     if len(lists) != 1 or -1 in places.values():
         raise ValueError(
             f"{kind} has attention outside one list of blocks ({sorted(lists)}): "
@@ -224,7 +228,8 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     mask = call.mask_of(rows, call.columns)
     if mask.dtype == torch.bool:  # eager functions add what they get
         lowest = torch.finfo(call.q.dtype).min
-        mask = torch.zeros_like(mask, dtype=call.q.dtype).masked_fill(~mask, lowest)
+        zeros = torch.zeros_like(mask, dtype=call.q.dtype)
+        mask = zeros.masked_fill(~mask, lowest)
     if mask.ndim == 2:
         mask = mask[None, None]  # (1, 1, R, S)
     call = call._replace(q=call.q[:, :, rows])

@@ -194,7 +194,8 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
     """Maps of the heads with the most attention to the first token, the least, and two between."""
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
     order = alpha.flatten().argsort(descending=True)  # of all heads, the one with most first
-    ranks = torch.linspace(0, len(order) - 1, 4).long().unique()  # fewer of a small model
+    ranks = torch.linspace(0, len(order) - 1, 4).long()
+    ranks = ranks.unique()  # fewer than four of a small model
     heads = []
     for index in order[ranks].tolist():
         layer, head = divmod(index, alpha.shape[1])
