@@ -83,7 +83,12 @@ def another_alone(place: int, _: int, attention: Any, x: Tensor, output: Tensor)
 
 
 def as_long(
-    place: int, lengths: dict[int, Tensor] | None, layer: int, attention: Any, x: Tensor, output: Tensor
+    place: int,
+    lengths: dict[int, Tensor] | None,
+    layer: int,
+    attention: Any,
+    x: Tensor,
+    output: Tensor,
 ) -> Tensor:
     """What attention gives the token at a place gets other lengths (B,), or that of its own value."""
     if lengths is None:
