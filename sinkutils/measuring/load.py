@@ -69,7 +69,7 @@ def load_lm(
     # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
     recorded = Runs(runs).named(name)
     here = name != "" and path.exists()
-    lowered = name.lower()
+    lowered = name.lower()  # as the models that pip brings are called
     real = not here and lowered in REAL_MODELS
     if revision is not None and (recorded or here or real):
         raise ValueError(f"revision is of a hub id, and {name!r} has one state only: leave it out")
@@ -320,11 +320,11 @@ def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
     path = Path(name)
-    installed = importlib.util.find_spec
-    if gguf_file(path) and not installed("gguf"):
+    find_spec = importlib.util.find_spec  # None for a package that is not installed
+    if gguf_file(path) and find_spec("gguf") is None:
         return f"{name!r} is a GGUF file: pip install gguf"
     adapter = path / "adapter_config.json"
-    if adapter.exists() and not installed("peft"):
+    if adapter.exists() and find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
     # PyTorch advises here to load it without weights_only, which would run whatever it holds.
     cut = "pytorch checkpoint file" in message  # as transformers 4 says it
