@@ -118,7 +118,7 @@ class Measuring(Pass):
                 step = length  # an argument by position that only the family knows how to cut
         outs = []
 
-        # The tally draws from this generator: a chunk of weights is gone when the next is made.
+        # The tally draws from this generator, so that at most two chunks of weights exist at once.
         def weights() -> Iterator[Tensor]:
             for rows in call.rows.split(step):
                 out, part = families.chunk(call, rows)
