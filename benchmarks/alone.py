@@ -82,6 +82,24 @@ def another_alone(place: int, _: int, attention: Any, x: Tensor, output: Tensor)
     return output
 
 
+def as_long(
+    place: int,
+    lengths: dict[int, Tensor] | None,
+    layer: int,
+    attention: Any,
+    x: Tensor,
+    output: Tensor,
+) -> Tensor:
+    """What attention gives the token at a place gets other lengths (B,), or that of its own value."""
+    if lengths is None:
+        length = own_value(attention, x[:, place - 1]).norm(dim=-1)
+    else:
+        length = lengths[layer]
+    row = output[:, place - 1]
+    output[:, place - 1] = row * (length / row.norm(dim=-1))[:, None]
+    return output
+
+
 def seen_at(model: nn.Module, ids: Tensor, place: int) -> dict[int, Tensor]:
     """layer -> what attention returns at a place of ids, (B, d)."""
     seen: dict[int, Tensor] = {}
@@ -127,6 +145,7 @@ def alone(measured: Subject) -> dict[str, Any]:
     cases |= {"all blocks": range(blocks)}
     result: dict[str, Any] = {"first": first, "samples": FEW, "T": T, "place": PLACE}
     result |= {"middle": {}, "middle, x_1 hidden": {}, "first token": {}, "of another text": {}}
+    result["another length"] = {}
     result["second token"] = {}
     solitude = partial(itself_alone, PLACE)
     for case, layers in cases.items():
@@ -148,6 +167,13 @@ def alone(measured: Subject) -> dict[str, Any]:
     for case, layers in cases.items():
         with attending(model, cut, layers, company):
             result["first token"][case] = about(measure(model, cut), 1)
+
+    # The direction kept, the length changed: of token 30, and of the first token.
+    lengths = {layer: row.norm(dim=-1) for layer, row in seen_at(model, ids, PLACE).items()}
+    for place, texts, wanted in ((PLACE, ids, None), (1, cut, lengths)):
+        with attending(model, texts, range(12), partial(as_long, place, wanted)):
+            report = measure(model, texts, targets=(place,))
+        result["another length"][f"token {place}"] = about(report, place)
 
     # Two controls: what the same place got in another text.
     for place, texts in ((1, cut), (PLACE, ids)):
