@@ -81,10 +81,11 @@ def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True
     if not corrected:
         return judged
     tests: dict[str, list[Estimate]] = {}  # by part
-    for one in judged:
-        of_part = tests.setdefault(one.claim.part, [])
-        for outcome in (*one.outcomes, *one.premises):
+    for result in judged:
+        of_part = tests.setdefault(result.claim.part, [])
+        for outcome in (*result.outcomes, *result.premises):
             of_part += outcome.tests
+    # The second time with the corrected p-values.
     p_values = {part: holm(of_part) for part, of_part in tests.items()}
     return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
 
@@ -103,8 +104,9 @@ def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
             outcomes.append(judge(check, seen, corrected))
     premises = [judge(check, ours, corrected) for check in claim.given]
     states = [outcome.state for outcome in outcomes]
-    result = verdict_of(states, [outcome.state for outcome in premises])
-    return Judged(claim, result, outcomes, premises)
+    premise_states = [outcome.state for outcome in premises]
+    verdict = verdict_of(states, premise_states)
+    return Judged(claim, verdict, outcomes, premises)
 
 
 def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
@@ -126,9 +128,11 @@ def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
 def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
     """The p-values of different tests, corrected for their number (Holm 1979)."""
     ranked = sorted(set(tests), key=lambda test: test.p)
-    largest, corrected = 0.0, {}
+    corrected = {}
+    largest = 0.0  # so far: a corrected p is no smaller than those before it
     for rank, test in enumerate(ranked):
-        largest = max(largest, (len(ranked) - rank) * test.p)
+        left = len(ranked) - rank
+        largest = max(largest, left * test.p)
         corrected[test] = min(1.0, largest)
     return corrected
 
@@ -149,7 +153,8 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
     """
     if check.kind in REAL:
         return _of_model(check)
-    check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
+    names = [label(name, ours.preset) for name in check.runs]
+    check = replace(check, runs=tuple(names))
     if check.kind in ("fails", "trains"):
         return _trained(check, ours)
     words = _never(check.runs, ours) if check.quantity == "onset" else ""
@@ -158,14 +163,16 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
     if dead := _dead(check, ours):
         return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
-    if check.quantity in EXCESSES and check.runs != (base,) and ours.base().low <= BASE:
+    by_base = check.quantity in EXCESSES and check.runs != (base,)
+    if by_base and ours.base().low <= BASE:
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
     if check.kind in ("together", "apart"):
         return _together(check, ours, corrected)
     bar = _bar(check, base)
     estimate = ours.estimate(check.runs, check.quantity)
     beyond = ours.estimate(check.runs, check.quantity, bar)
-    outcome = CheckOutcome(check, OPEN, estimate, estimate.mean - beyond.mean, words=words)
+    height = estimate.mean - beyond.mean  # of the bar, as a number
+    outcome = CheckOutcome(check, OPEN, estimate, height, words=words)
     if check.kind in SIDES:
         return _no_effect(outcome, ours, bar)
     return _direction(outcome, beyond, corrected)
@@ -173,18 +180,23 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
 
 def _of_model(check: Check) -> CheckOutcome:
     """Whether a number of a real model, or its interval, lies above (below) the bar."""
-    low, high = real_models()[check.runs[0], check.quantity]
-    words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    (model,) = check.runs
+    low, high = real_models()[model, check.quantity]
+    words = f"{low:.3g}"
+    if low != high:
+        words += f" to {high:.3g}"
     state = _state(check.kind, low > check.bar, high <= check.bar)
     return CheckOutcome(check, state, bar=check.bar, words=words)
 
 
 def _trained(check: Check, ours: Readings) -> CheckOutcome:
     """Whether training failed in every seed, or in none."""
-    failed = [run is None for run in ours.seeds(check.runs[0]).values()]
+    (name,) = check.runs
+    failed = [run is None for run in ours.seeds(name).values()]
     if len(failed) < ours.least:
         return CheckOutcome(check)
-    return CheckOutcome(check, _state(check.kind, not any(failed), all(failed)))
+    state = _state(check.kind, not any(failed), all(failed))
+    return CheckOutcome(check, state)
 
 
 def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> CheckOutcome:
@@ -207,34 +219,44 @@ def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> C
 
 
 def _never(names: Sequence[str], ours: Readings) -> str:
+    """How many seeds of each experiment never had an onset."""
     counts = []
     for name in names:
-        without = len(ours.seeds(name)) - len(ours.values(name, "onset"))
+        with_onset = ours.values(name, "onset")
+        without = len(ours.seeds(name)) - len(with_onset)
         counts.append(f"{without} of {name}")
     return f"seeds without an onset: {', '.join(counts)}"
 
 
 def _bar(check: Check, base: str) -> Bar:
     """What the check's level or difference is held against."""
+    if check.runs == (base,) and check.quantity in EXCESSES:
+        return Bar(BASE)
     if check.quantity in EXCESSES:
-        return Bar(BASE) if check.runs == (base,) else Bar(SHARES[check.kind], (base, "excess"))
+        return Bar(SHARES[check.kind], (base, "excess"))
     if len(check.runs) == 1:
-        return Bar(as_judged(BARS)[check.quantity])
+        bars = as_judged(BARS)
+        return Bar(bars[check.quantity])
     if check.kind == "more":
         return ZERO
+    share = SHARES[check.kind]
     if check.quantity in RATIOS:
-        return Bar(math.log(1 + SHARES[check.kind]))
-    return Bar(SHARES[check.kind], (check.runs[1], check.quantity))
+        return Bar(math.log(1 + share))
+    _, other = check.runs
+    return Bar(share, (other, check.quantity))
 
 
 def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
     """No effect beyond the margin: a one-sided test per side (TOST). Surely beyond, it fails."""
     check = outcome.check
-    passes, within, outside = outcome.bar, True, False
-    # Distance to the margin on each side, against the reach of a one-sided 95 % interval.
+    within = True
+    outside = False
+    passes = outcome.bar
     for side in SIDES[check.kind]:
-        beyond = ours.estimate(check.runs, check.quantity, replace(bar, size=side * bar.size))
-        room, reach = -side * beyond.mean, beyond.reach(1 - LEVEL)
+        margin = replace(bar, size=side * bar.size)
+        beyond = ours.estimate(check.runs, check.quantity, margin)
+        room = -side * beyond.mean  # how far the estimate is from the margin
+        reach = beyond.reach(1 - LEVEL)  # of a one-sided 95 % interval
         within = within and room > reach
         outside = outside or room <= -reach
         passes = min(passes, outcome.bar - reach)
@@ -261,7 +283,7 @@ def _lacking(check: Check, ours: Readings) -> str:
                 return MISSING
             state = OPEN
     # Two runs are compared seed by seed.
-    paired = set.intersection(*[set(ours.values(name, check.quantity)) for name in check.runs])
+    paired = ours.paired(check.runs, check.quantity)
     if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING
     return state
@@ -274,20 +296,23 @@ def _dead(check: Check, ours: Readings) -> str:
     """
     words = []
     for name in check.runs:
-        dead = []
+        dead = set()
         for live in READS.get(check.quantity, ()):
-            shares = ours.values(name, live)
-            dead += [seed for seed in shares if shares[seed] == 0]
+            for seed, share in ours.values(name, live).items():
+                if share == 0:  # of the heads that are live
+                    dead.add(seed)
         if dead:
-            seeds = ", ".join(str(seed) for seed in sorted(set(dead)))
+            seeds = ", ".join(map(str, sorted(dead)))
             words.append(f"dead block in {name}, seed {seeds}")
     return "; ".join(words)
 
 
 def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
     """Both a sink and a large element after block 1, or neither; with one of the two it fails."""
-    sink = judge(replace(check, kind="present"), ours, corrected)
-    element = judge(replace(check, kind="present", quantity="element_1"), ours, corrected)
+    of_sink = replace(check, kind="present")
+    of_element = replace(of_sink, quantity="element_1")
+    sink = judge(of_sink, ours, corrected)
+    element = judge(of_element, ours, corrected)
     if element.state == MISSING:
         return CheckOutcome(check)
     decided = OPEN not in (sink.state, element.state)
