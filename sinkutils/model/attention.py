@@ -29,7 +29,8 @@ Map = Callable[[Tensor], Tensor]
 
 def elu_plus_one(s: Tensor) -> Tensor:
     """e^s below 0, 1 + s above. PyTorch's elu is e^s - 1, to which adding 1 gives 0 for s = -17."""
-    return torch.where(s < 0, s.clamp(max=0).exp(), s + 1)
+    below = s.clamp(max=0).exp()  # clamped, as the branch that is not taken has a gradient too
+    return torch.where(s < 0, below, s + 1)
 
 
 # f of Section 7.4, elementwise
@@ -49,7 +50,10 @@ LOGARITHMS = {
 }
 # phi of Section 7.4, on queries and keys; "mlp" is learned. In float64, as the product of two small
 # phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
-KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
+KERNELS: dict[str, Map] = {
+    "identity": lambda x: x,
+    "elu": lambda x: elu_plus_one(x.double()),
+}
 OPERATION_CHOICES = {
     # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
     "similarity": (*SIMILARITIES, "softpick"),
@@ -224,7 +228,8 @@ def _out_and_weights(
         q = q.to(wide)
         k = k.to(wide)
         added, hidden = added_to_logits(q, k, spec, distance_bias)
-        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij, (B, H, T, S)
+        products = q @ k.mT * q.shape[-1] ** -0.5  # <q_i, k_j> / sqrt(D), (B, H, T, S)
+        logits = products + added  # s_ij
         weights = normalise(logits, ~hidden, spec)
         out = weights @ v.to(weights.dtype)
     return out.to(v.dtype), weights.to(v.dtype)
@@ -250,7 +255,8 @@ def operate(
         second = operate(form, odd, k, v, softmax, positions)
         results = []
         for x, y in zip(first, second, strict=True):
-            results.append(x - extras.mix.to(x.dtype) * y)
+            mix = extras.mix.to(x.dtype)
+            results.append(x - mix * y)
         return tuple(results)
     # Whatever else a form returns, weights for one, is passed on.
     q, k, v = prepared(q, k, v, spec, extras)
@@ -276,10 +282,12 @@ def prepared(
         sink = extras.sink_logit
         if sink is None:
             sink = q.new_zeros(q.shape[1])
-        wider = q.shape[-1] + 1
-        q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
-        last = sink * wider**0.5  # k* in the new dimension, (H,)
-        star = F.pad(last[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
+        D = q.shape[-1]
+        # Logits are divided by sqrt(D + 1), and stay the same.
+        q = q * ((D + 1) / D) ** 0.5
+        last = sink * (D + 1) ** 0.5  # k* in the new dimension, (H,)
+        star = F.pad(last[:, None], (D, 0))  # (H, D + 1)
+        star = star.to(q.dtype)
         q = F.pad(q, (0, 1), value=1.0)
         k = F.pad(k, (0, 1))
         v = F.pad(v, (0, 1))
@@ -307,8 +315,9 @@ def added_to_logits(
     if distance_bias is not None:
         # g(i - j) is constant along diagonals, so its rows are windows on one line of it. Their
         # backward is a sum, not a scatter.
-        distances = torch.arange(1 - length, length, device=q.device).clamp(min=0)
-        line = distance_bias[:, distances]
+        distances = torch.arange(1 - length, length, device=q.device)
+        # Keys after the query, which are hidden, may have any number: that of distance 0.
+        line = distance_bias[:, distances.clamp(min=0)]  # (1 or H, 2 T - 1)
         rows = line.unfold(-1, length, 1).flip(-1)  # (1 or H, T, T)
         added = added + F.pad(rows, (star, 0))  # k* has no position
     if not spec.hidden_is_zero:
@@ -321,7 +330,8 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
     if bias is None:
         return F.pad(x, (0, 0, 1, 0))
     first = bias.to(x.dtype)[None, :, None]  # (1, H, 1, D)
-    return torch.cat([first.expand(len(x), -1, -1, -1), x], dim=2)
+    first = first.expand(len(x), -1, -1, -1)  # (B, H, 1, D)
+    return torch.cat([first, x], dim=2)
 
 
 def halves(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,9 +340,12 @@ def halves(q: Tensor) -> tuple[Tensor, Tensor]:
     A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their
     number in 1/sqrt(D).
     """
-    odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1
-    wider = q * 2**0.5
-    return wider.masked_fill(odd, 0), wider.masked_fill(~odd, 0)
+    dimension = torch.arange(q.shape[-1], device=q.device)
+    odd = dimension % 2 == 1
+    longer = q * 2**0.5
+    by_even = longer.masked_fill(odd, 0)
+    by_odd = longer.masked_fill(~odd, 0)
+    return by_even, by_odd
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
@@ -344,12 +357,14 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        sim = (logits - peak).exp() - (-peak).exp()
+        unit = (-peak).exp()
+        sim = (logits - peak).exp() - unit
         sim = sim.masked_fill(~seen, 0)
         total = sim.abs().sum(-1, keepdim=True)
         return spec.scale * divide(sim.relu(), total)
     sim, unit = in_range(logits, spec)
-    return spec.scale * divide(sim, normalizer(sim, seen, spec, unit))
+    z = normalizer(sim, seen, spec, unit)
+    return spec.scale * divide(sim, z)
 
 
 def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -364,14 +379,17 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
     if spec.similarity not in LOGARITHMS:
         sim = spec.f(logits)
         if spec.normalizer == "p_norm":
-            sim = divide(sim, sim.amax(-1, keepdim=True).detach())
+            peak = sim.amax(-1, keepdim=True).detach()
+            sim = divide(sim, peak)
         return sim, sim.new_ones(())
     logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
     peak = peak.masked_fill(~peak.isfinite(), 0)  # a row that sees nothing
     if spec.normalizer == "max_abs_sum":  # where the sum is below 1 it is not what divides
         peak = peak.clamp(min=0)
-    return (logs - peak).exp(), (-peak).exp()
+    sim = (logs - peak).exp()
+    unit = (-peak).exp()
+    return sim, unit
 
 
 def normalizer(
@@ -384,7 +402,8 @@ def normalizer(
         return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
         # x^p has an infinite gradient at 0 for p < 1: a hidden key, whose x is 0, is kept out.
-        total = _power(sim, spec.p).sum(-1, keepdim=True)
+        powers = _power(sim, spec.p)
+        total = powers.sum(-1, keepdim=True)
         return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
     if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `unit`: 1 in the row's scale
@@ -395,7 +414,8 @@ def normalizer(
 def _power(x: Tensor, p: float) -> Tensor:
     """x^p of x >= 0, with no gradient where x is 0."""
     positive = x > 0
-    return torch.where(positive, x, 1).pow(p).masked_fill(~positive, 0)
+    base = torch.where(positive, x, 1)  # whose power has a finite gradient everywhere
+    return base.pow(p).masked_fill(~positive, 0)
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:
@@ -403,14 +423,16 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
     if total is None:
         return sim
     empty = total == 0
-    return (sim / total.masked_fill(empty, 1)).masked_fill(empty, 0)
+    share = sim / total.masked_fill(empty, 1)
+    return share.masked_fill(empty, 0)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
+    alike = q.shape == k.shape == v.shape
     require(
-        shapes == 3 * [shapes[0]] and q.ndim == 4 and q.shape[2] >= 1,
+        alike and q.ndim == 4 and q.shape[2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
     _, heads, length, head_dim = q.shape
@@ -434,10 +456,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
             )
     if extras.distance_bias is not None:
         shape = tuple(extras.distance_bias.shape)
-        if len(shape) != 2 or shape[0] not in (1, heads) or shape[1] < length:
-            raise ValueError(
-                f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}"
-            )
+        require(
+            len(shape) == 2 and shape[0] in (1, heads) and shape[1] >= length,
+            f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}",
+        )
 
 
 # ---- positions (Appendix A): added to h or to the logits, or rotating q and k
@@ -463,7 +485,8 @@ def relative_buckets(length: int) -> Tensor:
     exact = NUM_BUCKETS // 2
     farther = distance.clamp(min=1).double() / exact
     ratio = torch.log(farther) / math.log(MAX_DISTANCE / exact)
-    coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()
+    beyond = ratio * (NUM_BUCKETS - exact)
+    coarse = exact + beyond.long()  # the floor
     coarse = coarse.clamp(max=NUM_BUCKETS - 1)
     return torch.where(distance < exact, distance, coarse)
 

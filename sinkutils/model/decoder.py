@@ -128,7 +128,8 @@ class RMSNorm(nn.RMSNorm):
     """LN of Section 3.1: h / RMS(h) * g, with g in the precision of h."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=1e-5)
+        gain = self.weight.to(x.dtype)
+        return F.rms_norm(x, gain.shape, gain, eps=1e-5)
 
 
 class DyT(nn.Module):
@@ -216,7 +217,10 @@ class Attention(nn.Module):
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number
         # at a time.
         qkv = self.qkv(x).view(B, T, 3, config.num_heads, config.head_dim)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
+        q, k, v = qkv.unbind(2)
+        q = q.transpose(1, 2)  # (B, H, T, D)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if config.value_scale:
             wide = v.to(torch.promote_types(v.dtype, torch.float32))
             squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
@@ -242,7 +246,8 @@ class Attention(nn.Module):
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate != "none":
             gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
-            out = out * gate.transpose(1, 2).sigmoid()
+            gate = gate.transpose(1, 2)  # (B, H, T, 1 or D)
+            out = out * gate.sigmoid()
         if config.head_merge == "add":
             merged = out.sum(dim=1)  # (B, T, D)
         else:
@@ -256,7 +261,8 @@ class Attention(nn.Module):
         head_dim = self.config.head_dim
         extras: dict[str, Any] = {}
         if spec.has_key_bias:
-            whole = F.pad(self.key_bias, (0, head_dim - self.key_bias.shape[1]))
+            learned = self.key_bias.shape[1]  # d_a
+            whole = F.pad(self.key_bias, (0, head_dim - learned))
             extras["key_bias"] = whole.expand(heads, -1).to(dtype)
         if spec.bias in ("kv", "v"):
             extras["value_bias"] = self.value_bias.expand(heads, -1).to(dtype)
@@ -276,7 +282,8 @@ class Attention(nn.Module):
             extras["distance_bias"] = tables["distance_bias"].T
         if "buckets" in tables:  # its values keep their precision, as the tables do
             wide = torch.promote_types(dtype, torch.float32)
-            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(wide)
+            by_distance = self.bucket_bias[:, tables["buckets"]]  # (H, T)
+            extras["distance_bias"] = by_distance.to(wide)
         return extras
 
 
@@ -473,10 +480,12 @@ def position_tables(config: LMConfig, length: int) -> Tables:
     if config.position == "relative_learned":
         return {"buckets": attention.relative_buckets(length)}
     if config.position == "relative":
-        return {"distance_bias": attention.relative_buckets(length).float()[:, None]}
+        buckets = attention.relative_buckets(length).float()
+        return {"distance_bias": buckets[:, None]}  # (T, 1)
     if config.position == "alibi":
         slopes = attention.alibi_slopes(config.num_heads)
-        return {"distance_bias": -torch.arange(length)[:, None] * slopes}
+        distance = torch.arange(length)
+        return {"distance_bias": -distance[:, None] * slopes}  # (T, H)
     return {}
 
 
@@ -486,15 +495,16 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         return
     longest = config.context_length
     last = config.vocab_size - 1
-    valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
-    valid = valid and len(ids) > 0 and 1 <= ids.shape[1] <= longest
+    is_tensor = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32)
+    valid = is_tensor and ids.ndim == 2 and len(ids) > 0 and 1 <= ids.shape[1] <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
     # itself refuses bad ids.
     if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
         low, high = ids.aminmax()
         valid = bool(low >= 0) and bool(high <= last)
     if not valid:
+        shape = getattr(ids, "shape", short(ids))
         raise ValueError(
             f"ids must be a tensor of shape (B, T), int64 or int32, with 1 to {longest} positions "
-            f"and values in 0..{last}, got {getattr(ids, 'shape', short(ids))}"
+            f"and values in 0..{last}, got {shape}"
         )
