@@ -357,8 +357,8 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        unit = (-peak).exp()
-        sim = (logits - peak).exp() - unit
+        one = (-peak).exp()  # the 1 of e^s - 1, divided too
+        sim = (logits - peak).exp() - one
         sim = sim.masked_fill(~seen, 0)
         total = sim.abs().sum(-1, keepdim=True)
         return spec.scale * divide(sim.relu(), total)

@@ -495,8 +495,11 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         return
     longest = config.context_length
     last = config.vocab_size - 1
-    is_tensor = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32)
-    valid = is_tensor and ids.ndim == 2 and len(ids) > 0 and 1 <= ids.shape[1] <= longest
+    valid = isinstance(ids, Tensor) and ids.ndim == 2
+    if valid:
+        B, T = ids.shape
+        is_integer = ids.dtype in (torch.int64, torch.int32)
+        valid = is_integer and B > 0 and 1 <= T <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
     # itself refuses bad ids.
     if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):

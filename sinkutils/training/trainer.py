@@ -92,8 +92,10 @@ def train(
     )
     run_folder = group.once(store.of, config, text.identity)
     _check_text(text, run_folder, own_folder=store.of(config))
-    if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
-        wanted = config.preset in grid.PRESETS and grid.PRESETS[config.preset].compile
+    if compile is None:
+        preset = grid.PRESETS.get(config.preset)
+        wanted = preset is not None and preset.compile
+        # On a GPU it has given NaN where eager steps did not (docs/scaling.md).
         compile = wanted and target.type == "cpu" and compiles()
     start: Record | None = None
     if isinstance(config, FinetuneConfig):
@@ -187,7 +189,9 @@ def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None
 
     before: its config. corpus: its text, if there is a record on that; else the config's own.
     """
-    record = store.of(before, corpus).record() or store.of(before).record()
+    record = store.of(before, corpus).record()
+    if record is None:
+        record = store.of(before).record()
     if record is not None and record.status == "done" and record.weights is None:
         return None
     return record
@@ -293,14 +297,16 @@ def compiles() -> bool:
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
-    state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
+    state: Json = {"of": checkpoint_key(run)}
+    state["model"] = run.model.state_dict()
     state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
     for name in run.PROGRESS:
         state[name] = getattr(run, name)
     file = io.BytesIO()
     torch.save(state, file)
     data = file.getvalue()
-    replace_file(path, hashlib.sha256(data).digest() + data)
+    digest = hashlib.sha256(data).digest()
+    replace_file(path, digest + data)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
@@ -325,9 +331,11 @@ def checkpoint_key(run: Run) -> list[Any]:
 def read_checkpoint(path: Path) -> Json:
     """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte has changed."""
     blob = path.read_bytes()
-    if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
+    digest = blob[:DIGEST]
+    data = blob[DIGEST:]
+    if hashlib.sha256(data).digest() != digest:
         raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
-    return torch.load(io.BytesIO(blob[DIGEST:]), weights_only=True, map_location="cpu")
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _state_of(run: Run, path: Path) -> Json:
