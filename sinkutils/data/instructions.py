@@ -127,8 +127,8 @@ def conversations_of(source: str) -> Iterator[Conversation]:
         header = before[-1]
         between = source[header.start() : match.start()]
         lines = between.rstrip(" \t\nrRuU").splitlines()
-        colons = [line.rstrip().endswith(":") for line in lines]
-        if sum(colons) != 1 or not lines[-1].endswith(":"):
+        with_colon = [line for line in lines if line.rstrip().endswith(":")]
+        if len(with_colon) != 1 or not lines[-1].endswith(":"):
             continue
         yield [
             {"role": "user", "content": _question(before)},
@@ -162,13 +162,15 @@ def encode_conversation(
     ids = [*layout.first]
     targets = [IGNORED] * len(layout.first)
     for message in messages:
+        role = message["role"]
         content = message["content"].strip()
-        prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content))
+        prompt = encode(layout.tokenizer, TEMPLATES[role].format(content))
         answer = []
-        if message["role"] == "assistant":
-            answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id]
+        if role == "assistant":
+            answer = encode(layout.tokenizer, f" {content}")
+            answer.append(layout.eos_id)
         ids += prompt + answer
-        targets += [IGNORED] * len(prompt) + answer
+        targets += [IGNORED] * len(prompt) + answer  # the prompt carries no loss
     end = layout.context_length + 1
     if set(targets[:end]) == {IGNORED}:
         return None
@@ -193,12 +195,15 @@ def make_pairs(
         filled = len(answers)
         if filled == len(rows):
             break
-        answer = " ".join(
-            message["content"] for message in messages if message["role"] == "assistant"
-        )
-        encoded = None if answer in answers else encode_conversation(messages, layout)
+        contents = [message["content"] for message in messages if message["role"] == "assistant"]
+        answer = " ".join(contents)
+        if answer in answers:
+            continue
+        encoded = encode_conversation(messages, layout)
         if encoded is not None:
-            rows[filled, :, : len(encoded[0])] = encoded
+            ids, targets = encoded
+            rows[filled, 0, : len(ids)] = ids
+            rows[filled, 1, : len(ids)] = targets
             answers.add(answer)
     if len(answers) < len(rows):
         raise ValueError(
@@ -206,5 +211,6 @@ def make_pairs(
             f"begin within C = {layout.context_length} tokens, and {len(rows)} are needed: give "
             "more, or ask for fewer pairs"
         )
-    parts = np.split(rows, np.cumsum(counts)[:-1])
+    ends = np.cumsum(counts)
+    parts = np.split(rows, ends[:-1])
     return [Pairs(part, layout.eos_id) for part in parts]

@@ -66,7 +66,7 @@ class Batches:
         numbers = np.arange(step * size, (step + 1) * size)
         epochs, places = np.divmod(numbers, self.length)
         rows = np.empty(size, dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
+        for epoch in np.unique(epochs).tolist():  # one, or two where an epoch ends in this step
             here = epochs == epoch
             order = _permutation(self.length, seed, epoch)
             rows[here] = order[places[here]]
@@ -75,7 +75,8 @@ class Batches:
 
 @lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs (studies) take turns
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, ORDER, epoch]).permutation(length)
+    generator = np.random.default_rng([seed, ORDER, epoch])
+    return generator.permutation(length)
 
 
 class Chunks(Batches):
@@ -99,7 +100,8 @@ class Chunks(Batches):
     ) -> None:
         tokens = torch.from_numpy(corpus.tokens(split))  # unsigned, as on disk
         if split == "train":
-            tokens = tokens[: int(len(tokens) * data.share)]
+            kept = int(len(tokens) * data.share)
+            tokens = tokens[:kept]
         if device.type != "cpu":  # few operations of a GPU know unsigned integers
             tokens = tokens.int().to(device)
         self.tokens = tokens
@@ -113,7 +115,8 @@ class Chunks(Batches):
             f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
             "a smaller context_length",
         )
-        last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
+        positions = [*data.random_positions, *data.unscored, data.fixed_position or 1]
+        last = max(positions)
         require(
             last <= context_length, f"position {last} is beyond context_length={context_length}"
         )
@@ -130,14 +133,16 @@ class Chunks(Batches):
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
+        data = self.data
         rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
-        starts = rows[:, None] * self.context_length
+        starts = rows[:, None] * self.context_length  # (n, 1)
         ids: Tensor = self.tokens[starts + self.columns].long()
-        for column, position in enumerate(self.data.random_positions):
+        for column, position in enumerate(data.random_positions):
             ids[:, position - 1] = self.redrawn[rows, column]
-        if self.data.random_place:
-            return ids.scatter_(1, self.places[rows][:, None], self.fix_id)
-        return fix_position(ids, self.data.fixed_position, self.fix_id)
+        if data.random_place:
+            places = self.places[rows]  # (n,), from 0
+            return ids.scatter_(1, places[:, None], self.fix_id)
+        return fix_position(ids, data.fixed_position, self.fix_id)
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

@@ -113,8 +113,10 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     word), that is an unknown character. Half a character, which JSON can hold and no tokenizer
     reads, is "?", as in a corpus.
     """
-    ids = _text_ids(tokenizer, text.encode(errors="replace").decode())
-    if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
+    text = text.encode(errors="replace").decode()
+    ids = _text_ids(tokenizer, text)
+    backend = _backend(tokenizer)
+    if backend is not None and isinstance(backend.model, models.BPE):
         return ids  # no merge makes a special token
     unknown = _text_ids(tokenizer, UNKNOWN)
     special = marked_special(tokenizer) - {*unknown}
