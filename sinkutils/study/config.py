@@ -115,9 +115,8 @@ class FinetuneConfig(RunConfig):
             "position 1 or without",
         )
         size = self.train.batch_size
-        require(
-            self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}"
-        )
+        pairs = self.pairs
+        require(pairs >= size, f"pairs must be at least the batch size {size}, got {pairs}")
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -158,7 +157,8 @@ def config_dict(config: RunConfig) -> Json:
 
     Texts have their public names: nothing of the machine.
     """
-    values: Json = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
+    fields = dataclasses.asdict(config) | {"recipe": RECIPE}
+    values: Json = json.loads(json.dumps(fields))  # with lists for tuples, as a file has them
     data = values["data"]
     data["corpus"] = public_name(data["corpus"])
     if data["validation"]:
@@ -174,7 +174,8 @@ def upgrade(config: Json) -> Json:
 
     A field that has gone since, `bos`, was always False.
     """
-    upgraded = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
+    kind = FinetuneConfig if "start" in config else RunConfig
+    upgraded = _filled(config, _defaults(kind))
     if upgraded["data"].get("bos") is False:
         del upgraded["data"]["bos"]
     return upgraded

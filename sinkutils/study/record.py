@@ -128,7 +128,8 @@ class Record:
         if ATTENTION not in self.digests:
             return {}
         with _explained(self.folder, ATTENTION):
-            arrays = load_tensors(_intact(self.folder, ATTENTION, self.digests))
+            data = _intact(self.folder, ATTENTION, self.digests)
+            arrays = load_tensors(data)
             check_alpha(arrays, self.metrics, self.config["model"])
         return arrays
 
@@ -150,7 +151,8 @@ class Record:
         Raises `CorruptRecord` where their file is missing or has changed.
         """
         with _explained(self.folder, WEIGHTS):
-            return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
+            data = _intact(self.folder, WEIGHTS, self.digests)
+            return load_tensors(data)
 
     def load_model(self) -> TransformerLM:
         """The trained model, on the CPU in float32.
@@ -159,7 +161,8 @@ class Record:
         """
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
-            model = TransformerLM(from_dict(LMConfig, self.config["model"]))
+            config = from_dict(LMConfig, self.config["model"])
+            model = TransformerLM(config)
             model.load_state_dict(weights)
         return model.eval()
 
@@ -202,8 +205,8 @@ def write_record(
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    files = {}
     parts = (values, rounded(metrics), provenance | versions())
+    files = {}
     for name, part in zip(JSONS, parts, strict=True):
         text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
         files[name] = text.encode()
@@ -217,7 +220,8 @@ def write_record(
     sums = ""
     for name, data in files.items():
         sums += f"{_sha256(data)}  {name}\n"
-    files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
+    own = _sha256(sums.encode())
+    files[SUMS] = f"{sums}{own}  {SUMS}\n".encode()
     new, old = _beside(target)  # whoever holds the run's lock is their only writer
     try:
         remove(new, FILES)
@@ -236,13 +240,16 @@ def write_record(
 
 def _beside(target: Path) -> tuple[Path, Path]:
     """The hidden folders of a record's successor and of its predecessor, for a moment each."""
-    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
+    new = target.with_name(f".{target.name}.tmp")
+    old = target.with_name(f".{target.name}.old")
+    return new, old
 
 
 def _put_in_place(new: Path, target: Path) -> None:
     """Give a folder the record's name. At every moment the old one is on disk or the new one is."""
+    _, old = _beside(target)
     if target.exists():
-        os.replace(target, _beside(target)[1])
+        os.replace(target, old)
     os.replace(new, target)
     sync_folder(target.parent)
 
@@ -295,19 +302,23 @@ def remove(folder: Path, files: Collection[str]) -> None:
 
 def rounded(value: Any, digits: int = 5) -> Any:
     """What JSON makes of a value, with every float to so many significant digits."""
-    return json.loads(
-        json.dumps(value), parse_float=lambda written: float(f"{float(written):.{digits}g}")
-    )
+
+    def to_digits(written: str) -> float:
+        return float(f"{float(written):.{digits}g}")
+
+    return json.loads(json.dumps(value), parse_float=to_digits)
 
 
 def versions() -> Json:
     """What ran, and the rules of the ledger that were known then."""
     known = {"rules": RULES, "python": platform.python_version(), "processor": platform.machine()}
-    known |= {module.__name__: module.__version__ for module in (torch, numpy, tokenizers)}
+    for module in (torch, numpy, tokenizers):
+        known[module.__name__] = module.__version__
     if paths.CHECKOUT is not None:
         command = ["git", "-C", str(paths.CHECKOUT), "rev-parse", "--short=10", "HEAD"]
         with contextlib.suppress(OSError):  # no git here; in an archive of the code it says nothing
-            known["commit"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            git = subprocess.run(command, capture_output=True, text=True)
+            known["commit"] = git.stdout.strip()
     return known
 
 
@@ -334,12 +345,16 @@ def open_record(target: Path) -> Record:
 def _digests(target: Path) -> dict[str, str]:
     """What SHA256SUMS says: the digest of each file by its name."""
     try:
-        require((target / SUMS).is_file(), "not there")
-        text = _text((target / SUMS).read_bytes()).decode()
+        path = target / SUMS
+        require(path.is_file(), "not there")
+        text = _text(path.read_bytes()).decode()
         *lines, own = text.splitlines(keepends=True)
         digest = _sha256("".join(lines).encode())
         require(own == f"{digest}  {SUMS}\n", "changed")
-        digests = dict(line.split()[::-1] for line in lines)
+        digests = {}
+        for line in lines:
+            digest, name = line.split()
+            digests[name] = digest
     except (OSError, ValueError) as error:
         raise CorruptRecord(
             f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}"
@@ -352,7 +367,8 @@ def _digests(target: Path) -> dict[str, str]:
 
 def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
     with _explained(target, name):
-        return json.loads(_intact(target, name, digests), parse_constant=_no_number)
+        data = _intact(target, name, digests)
+        return json.loads(data, parse_constant=_no_number)
 
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
