@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from sinkutils.ledger.claims_file import REAL, Check, Claim
 from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
@@ -40,7 +39,7 @@ SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 # On which sides a check that asks for no effect has a margin: 1 above, -1 below.
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
 PValues = Mapping[Estimate, float]
-UNCORRECTED: PValues = MappingProxyType({})
+UNCORRECTED: PValues = {}
 
 # The presets that cannot show a claim.
 GATED = {
