@@ -54,8 +54,7 @@ def text_digest(text: str) -> bytes:
 
 def split_fraction(text: str) -> float:
     """A number in [0, 1) that decides on a document's split: so the same in every corpus."""
-    number = int.from_bytes(text_digest(text)[-8:], "big")
-    return number / 2**64
+    return int.from_bytes(text_digest(text)[-8:], "big") / 2**64
 
 
 def docstrings() -> Iterator[str]:

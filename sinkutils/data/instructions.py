@@ -202,8 +202,7 @@ def make_pairs(
         encoded = encode_conversation(messages, layout)
         if encoded is not None:
             ids, targets = encoded
-            rows[filled, 0, : len(ids)] = ids
-            rows[filled, 1, : len(ids)] = targets
+            rows[filled, :, : len(ids)] = [ids, targets]  # EOS and IGNORED stay behind them
             answers.add(answer)
     if len(answers) < len(rows):
         raise ValueError(
@@ -211,6 +210,5 @@ def make_pairs(
             f"begin within C = {layout.context_length} tokens, and {len(rows)} are needed: give "
             "more, or ask for fewer pairs"
         )
-    ends = np.cumsum(counts)
-    parts = np.split(rows, ends[:-1])
+    parts = np.split(rows, np.cumsum(counts)[:-1])
     return [Pairs(part, layout.eos_id) for part in parts]

@@ -75,8 +75,7 @@ class Batches:
 
 @lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs (studies) take turns
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    generator = np.random.default_rng([seed, ORDER, epoch])
-    return generator.permutation(length)
+    return np.random.default_rng([seed, ORDER, epoch]).permutation(length)
 
 
 class Chunks(Batches):
@@ -100,8 +99,7 @@ class Chunks(Batches):
     ) -> None:
         tokens = torch.from_numpy(corpus.tokens(split))  # unsigned, as on disk
         if split == "train":
-            kept = int(len(tokens) * data.share)
-            tokens = tokens[:kept]
+            tokens = tokens[: int(len(tokens) * data.share)]
         if device.type != "cpu":  # few operations of a GPU know unsigned integers
             tokens = tokens.int().to(device)
         self.tokens = tokens
@@ -115,8 +113,7 @@ class Chunks(Batches):
             f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
             "a smaller context_length",
         )
-        positions = [*data.random_positions, *data.unscored, data.fixed_position or 1]
-        last = max(positions)
+        last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
         require(
             last <= context_length, f"position {last} is beyond context_length={context_length}"
         )

@@ -56,8 +56,7 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record, report, window in _done(preset, folder):
         found = by_block(report, window)
         found.pop("before_norm_ratio", None)  # of post-norm alone: for the ledger, not for a page
-        per_block = pd.DataFrame(found).to_dict("records")
-        for block, values in enumerate(per_block, start=1):
+        for block, values in enumerate(pd.DataFrame(found).to_dict("records"), start=1):
             rows.append(_whose(record) | {"block": block} | values)
     return _frame(rows, *RUN, "block", "excess_1")
 

@@ -130,8 +130,7 @@ def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
     corrected = {}
     largest = 0.0  # so far: a corrected p is no smaller than those before it
     for rank, test in enumerate(ranked):
-        left = len(ranked) - rank
-        largest = max(largest, left * test.p)
+        largest = max(largest, (len(ranked) - rank) * test.p)
         corrected[test] = min(1.0, largest)
     return corrected
 
@@ -152,11 +151,13 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
     """
     if check.kind in REAL:
         return _of_model(check)
+    # From here on by the names that the experiments have at this preset.
     names = [label(name, ours.preset) for name in check.runs]
     check = replace(check, runs=tuple(names))
     if check.kind in ("fails", "trains"):
         return _trained(check, ours)
     words = _never(check.runs, ours) if check.quantity == "onset" else ""
+    # What keeps a check open whatever its numbers: too few seeds, dead heads, a base without sink.
     if lacking := _lacking(check, ours):
         return CheckOutcome(check, lacking, words=words)
     if dead := _dead(check, ours):
@@ -167,6 +168,7 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
     if check.kind in ("together", "apart"):
         return _together(check, ours, corrected)
+    # The level or difference itself, which a reader sees, and less its bar, which decides.
     bar = _bar(check, base)
     estimate = ours.estimate(check.runs, check.quantity)
     beyond = ours.estimate(check.runs, check.quantity, bar)
@@ -194,8 +196,7 @@ def _trained(check: Check, ours: Readings) -> CheckOutcome:
     failed = [run is None for run in ours.seeds(name).values()]
     if len(failed) < ours.least:
         return CheckOutcome(check)
-    state = _state(check.kind, not any(failed), all(failed))
-    return CheckOutcome(check, state)
+    return CheckOutcome(check, _state(check.kind, not any(failed), all(failed)))
 
 
 def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> CheckOutcome:
@@ -221,8 +222,7 @@ def _never(names: Sequence[str], ours: Readings) -> str:
     """How many seeds of each experiment never had an onset."""
     counts = []
     for name in names:
-        with_onset = ours.values(name, "onset")
-        without = len(ours.seeds(name)) - len(with_onset)
+        without = len(ours.seeds(name)) - len(ours.values(name, "onset"))
         counts.append(f"{without} of {name}")
     return f"seeds without an onset: {', '.join(counts)}"
 
@@ -277,6 +277,7 @@ def _lacking(check: Check, ours: Readings) -> str:
         runs = ours.seeds(name)
         if len(runs) < ours.least:
             return MISSING
+        # There are runs enough, but not enough of them hold the quantity.
         if len(ours.values(name, quantity)) < ours.least:
             if quantity != "onset" and None not in runs.values():
                 return MISSING
@@ -314,8 +315,9 @@ def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
     element = judge(of_element, ours, corrected)
     if element.state == MISSING:
         return CheckOutcome(check)
-    decided = OPEN not in (sink.state, element.state)
-    alike = sink.state == element.state
-    state = _state(check.kind, decided and alike, decided and not alike)
+    state = OPEN
+    if OPEN not in (sink.state, element.state):
+        alike = sink.state == element.state
+        state = _state(check.kind, alike, not alike)
     words = f"sink: {sink.state}, large element: {element.state}"
     return CheckOutcome(check, state, words=words, tests=sink.tests + element.tests)

@@ -116,8 +116,9 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
     if least_loss >= STUCK * loss_of_a_guess:
         return None
     curve = metrics["curve"] or [final]
+    # Where on the way, as a share of the steps, the validation loss was least.
     steps = np.array([point["step"] for point in curve])
-    steps = steps / max(1, steps[-1])  # as shares
+    steps = steps / max(1, steps[-1])
     valid_losses = [point["valid_loss"] for point in curve]
     numbers["turn"] = steps[np.argmin(valid_losses)]
     onset = 0  # the point after the last one below the threshold
@@ -175,6 +176,7 @@ def _of_report(report: Json, window: int | None) -> Numbers:
         alpha = np.mean(report["alpha"][0], axis=1)  # (L,), of the first token
         shown = _later(alpha) * length / seen
         numbers["visible"] = excess(shown, uniform_alpha(seen))
+    # Large states: of blocks before the last. `initial` is for a model of one block.
     if "element" in found:
         numbers["element_1"] = found["element"][0]
         numbers["element"] = found["element"][:-1].max(initial=0)
@@ -182,6 +184,7 @@ def _of_report(report: Json, window: int | None) -> Numbers:
         ratios = found.get(f"{name}_ratio")
         if ratios is not None:
             numbers[name] = ratios[:-1].max(initial=0)
+    # Small keys and values: in the later block whose sink is the strongest.
     later = found["excess_1"][1:]
     if len(later) > 0 and "key_ratio" in found:
         strongest = 1 + later.argmax()

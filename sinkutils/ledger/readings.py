@@ -57,7 +57,7 @@ class Readings:
 
     def fresh(self) -> Readings:
         """The part that came after the claims of ours."""
-        first = FRESH.get(self.preset, 0)
+        first = FRESH.get(self.preset, 0)  # 0: all seeds
         fresh: dict[str, Seeds] = {}
         for name, seeds in self.runs.items():
             fresh[name] = {}
@@ -99,6 +99,7 @@ class Readings:
         for name, sign in zip(runs, (1, -1), strict=False):
             for seed in seeds:
                 weights[name, quantity][seed] += sign / len(seeds)
+        # The bar is subtracted: a number, or a share of a mean over seeds of its own.
         mean = 0.0
         if bar.of is None:
             mean -= bar.size

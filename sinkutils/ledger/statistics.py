@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import eq
 
 import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
@@ -90,7 +91,7 @@ def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float
     beyond, as a share of what could: (share - chance) / (1 - chance).
     """
     n = len(first)
-    share = sum(a == b for a, b in zip(first, second, strict=True)) / n
+    share = sum(map(eq, first, second)) / n
     counts = Counter(first)
     others = Counter(second)
     chance = 0.0
@@ -115,15 +116,17 @@ def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
     if len(s_squared) < LEAST_SETTINGS or len(positive) == 0:
         return 0.0, 0.0, together
     # A variance of exactly nothing would have no logarithm.
-    logs = np.log(np.maximum(s_squared, 1e-5 * np.median(positive)))
+    logs = np.log(np.maximum(s_squared, 1e-5 * np.median(positive)))  # log s^2
     # E log s^2 = log sigma^2 + digamma(d/2) - log(d/2).
     centred = logs - digamma(d / 2) + np.log(d / 2)
+    # What log s^2 scatters, less what it would if all settings had one variance.
     scatter = np.var(centred, ddof=1)
     by_few_seeds = polygamma(1, d / 2).mean()
     beyond = float(scatter - by_few_seeds)
     if beyond <= 0:
         return SURE, float(np.exp(centred.mean())), together
     d0 = 2 * inverse_trigamma(beyond)
+    # The mean of log s^2, as an estimate of log s0^2: corrected for d0 as above for d.
     log_s0_squared = centred.mean() + digamma(d0 / 2) - math.log(d0 / 2)
     return d0, float(np.exp(log_s0_squared)), together
 

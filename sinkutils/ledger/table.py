@@ -49,6 +49,7 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
             else:
                 runs = read.setdefault(check.quantity, {})
                 runs |= dict.fromkeys(check.runs)
+        # The levels behind the checks, each run's once though several checks read it.
         for quantity, runs in read.items():
             level, interval = _levels(quantity, runs, ours)
             levels.append(f"{quantity}: {level}")
@@ -57,12 +58,11 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
         row["ours"] = "; ".join(levels)
         row["interval"] = "; ".join(intervals)
         row["checks"] = _tally(judged)
+        # The effect of the first check that has a number.
         for outcome in judged.outcomes:
             estimate = outcome.estimate
             if estimate.seeds:
-                row["effect"] = estimate.mean
-                row["low"] = estimate.low
-                row["high"] = estimate.high
+                row |= {"effect": estimate.mean, "low": estimate.low, "high": estimate.high}
                 break
         rows.append(row)
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -91,8 +91,7 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             if estimate.seeds:
                 row["prior"], *_ = ours.prior(check.quantity)
             row["runs"] = ", ".join(check.runs)
-            row["low"] = estimate.low
-            row["high"] = estimate.high
+            row |= {"low": estimate.low, "high": estimate.high}
             rows.append(row)
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 

@@ -250,6 +250,7 @@ def operate(
         # is of both maps; a bias or a sink logit has none of the two.
         softmax = replace(spec, differential=False)
         positions = Extras(extras.distance_bias)
+        # Queries of each half against whole keys: the other half is zero.
         even, odd = halves(q)
         first = operate(form, even, k, v, softmax, positions)
         second = operate(form, odd, k, v, softmax, positions)
@@ -286,11 +287,11 @@ def prepared(
         # Logits are divided by sqrt(D + 1), and stay the same.
         q = q * ((D + 1) / D) ** 0.5
         last = sink * (D + 1) ** 0.5  # k* in the new dimension, (H,)
-        star = F.pad(last[:, None], (D, 0))  # (H, D + 1)
-        star = star.to(q.dtype)
+        star = F.pad(last[:, None], (D, 0)).to(q.dtype)  # (H, D + 1)
         q = F.pad(q, (0, 1), value=1.0)
         k = F.pad(k, (0, 1))
         v = F.pad(v, (0, 1))
+    # (B, H, T, D) -> (B, H, 1 + T, D)
     if star is not None:
         k = prepend(star, k)
         v = prepend(value, v)
@@ -308,6 +309,7 @@ def added_to_logits(
     """
     length = q.shape[2]
     star = k.shape[2] - length  # 1 where there is k*
+    # Rows are queries, columns keys; k*, if there is one, is column 0.
     positions = torch.arange(length, device=q.device)
     seen = visible(positions[:, None], positions, spec)
     hidden = F.pad(~seen, (star, 0))  # every query sees k*
@@ -340,12 +342,9 @@ def halves(q: Tensor) -> tuple[Tensor, Tensor]:
     A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their
     number in 1/sqrt(D).
     """
-    dimension = torch.arange(q.shape[-1], device=q.device)
-    odd = dimension % 2 == 1
+    odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1  # (D,)
     longer = q * 2**0.5
-    by_even = longer.masked_fill(odd, 0)
-    by_odd = longer.masked_fill(~odd, 0)
-    return by_even, by_odd
+    return longer.masked_fill(odd, 0), longer.masked_fill(~odd, 0)
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
@@ -382,14 +381,13 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
             peak = sim.amax(-1, keepdim=True).detach()
             sim = divide(sim, peak)
         return sim, sim.new_ones(())
+    # f / max f as exp(log f - max log f), so that neither overflows.
     logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
     peak = peak.masked_fill(~peak.isfinite(), 0)  # a row that sees nothing
     if spec.normalizer == "max_abs_sum":  # where the sum is below 1 it is not what divides
         peak = peak.clamp(min=0)
-    sim = (logs - peak).exp()
-    unit = (-peak).exp()
-    return sim, unit
+    return (logs - peak).exp(), (-peak).exp()
 
 
 def normalizer(
@@ -402,8 +400,7 @@ def normalizer(
         return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
         # x^p has an infinite gradient at 0 for p < 1: a hidden key, whose x is 0, is kept out.
-        powers = _power(sim, spec.p)
-        total = powers.sum(-1, keepdim=True)
+        total = _power(sim, spec.p).sum(-1, keepdim=True)
         return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
     if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `unit`: 1 in the row's scale
@@ -436,6 +433,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
     _, heads, length, head_dim = q.shape
+    # Parameters: each there where the operation needs it, and only there.
     if spec.differential and head_dim % 2 > 0:
         raise ValueError("differential attention needs an even head dimension (D of q)")
     if (spec.kernel == "mlp") != (extras.mlp is not None):
@@ -485,8 +483,7 @@ def relative_buckets(length: int) -> Tensor:
     exact = NUM_BUCKETS // 2
     farther = distance.clamp(min=1).double() / exact
     ratio = torch.log(farther) / math.log(MAX_DISTANCE / exact)
-    beyond = ratio * (NUM_BUCKETS - exact)
-    coarse = exact + beyond.long()  # the floor
+    coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()  # the floor
     coarse = coarse.clamp(max=NUM_BUCKETS - 1)
     return torch.where(distance < exact, distance, coarse)
 

@@ -87,6 +87,7 @@ class LMConfig:
             raise ValueError(
                 f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
             )
+        # Into how many equal parts the dimensions of a head are cut.
         parts = 1
         if self.position == "rotary":  # turns the halves of a head
             parts *= 2
@@ -217,10 +218,8 @@ class Attention(nn.Module):
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number
         # at a time.
         qkv = self.qkv(x).view(B, T, 3, config.num_heads, config.head_dim)
-        q, k, v = qkv.unbind(2)
-        q = q.transpose(1, 2)  # (B, H, T, D)
-        k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
+        # The values shrink where they are small: v_j r / (r + c).
         if config.value_scale:
             wide = v.to(torch.promote_types(v.dtype, torch.float32))
             squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
@@ -228,6 +227,7 @@ class Attention(nn.Module):
             c = expected * self.value_scale.exp()[:, None, None]
             share = squared / (squared + c)
             v = v * share.to(v.dtype)
+        # Queries and keys: normed, then rotated.
         if config.qk_norm:
             q = self.query_norm(q)
             k = self.key_norm(k)
@@ -238,10 +238,12 @@ class Attention(nn.Module):
             sin = tables["sin"]
             q = attention.rotate(q, cos, sin).to(v.dtype)
             k = attention.rotate(k, cos, sin).to(v.dtype)
+        # The operation itself.
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
         out = fast.attention_output(q, k, v, spec, **extras)  # (B, H, T, D)
+        # Each head's output: normed, gated, and merged with the others'.
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate != "none":
@@ -398,6 +400,7 @@ class TransformerLM(nn.Module):
         """
         config = self.config
         for name, parameter in self.named_parameters():
+            # The standard deviation, by the parameter's name.
             kind = name.rsplit(".", 1)[-1]
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
@@ -407,6 +410,7 @@ class TransformerLM(nn.Module):
                 std = 0.1
             elif name.endswith("ffn.down.weight") and config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / config.num_layers
+            # The few that start at a number of their own, and the random ones.
             if kind == "value_scale":  # log of c over the expected |v|^2
                 parameter.zero_()
             elif kind == "embedding_scale":
@@ -430,6 +434,7 @@ class TransformerLM(nn.Module):
     def hidden(self, ids: Tensor, observer: Any = None) -> Tensor:
         """The normed output of the last block, (B, T, d): what the unembedding reads."""
         check_ids(ids, self.config)
+        # h^0: the embeddings, x* in front if there is one, and what a position adds.
         h = self.embed(ids)
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
@@ -444,10 +449,12 @@ class TransformerLM(nn.Module):
             h = h + tables["added"].to(h.dtype)
         if observer is not None:
             observer.embedding(h)
+        # h^l of each block.
         for layer, block in enumerate(self.blocks):
             h, before = block(h, tables, observer)
             if observer is not None:
                 observer.block(layer, h, before)
+        # x* predicts no token.
         if self.config.sink_token:
             h = h[:, 1:]
         return self.norm(h)  # type: ignore[no-any-return]
@@ -484,8 +491,7 @@ def position_tables(config: LMConfig, length: int) -> Tables:
         return {"distance_bias": buckets[:, None]}  # (T, 1)
     if config.position == "alibi":
         slopes = attention.alibi_slopes(config.num_heads)
-        distance = torch.arange(length)
-        return {"distance_bias": -distance[:, None] * slopes}  # (T, H)
+        return {"distance_bias": -torch.arange(length)[:, None] * slopes}  # (T, H)
     return {}
 
 

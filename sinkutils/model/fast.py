@@ -57,10 +57,8 @@ def _by_best_form(
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
     elif needs_width(spec, position_term) and not is_wide:
-        q = q.to(wide)
-        k = k.to(wide)
         with torch.autocast(q.device.type, enabled=False):
-            out = _few_passes(q, k, v.to(wide), spec, distance_bias)
+            out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
         out = out.to(v.dtype)
     else:
         out = _few_passes(q, k, v, spec, distance_bias)
@@ -106,6 +104,7 @@ def _few_passes(
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])
+    # One product adds the bias to the logits as it makes them.
     B, H, T, D = q.shape
     bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
     queries = q.flatten(0, 1)
@@ -120,6 +119,7 @@ def _few_passes(
         scaled = attention.normalise(logits, ~hidden, spec)
         weights = scaled / spec.scale  # the caller multiplies by it
         return weights.to(v.dtype) @ v
+    # The sum divides the output, (B, H, T, D), rather than the weights, (B, H, T, S).
     similarity, unit = attention.in_range(logits, spec)
     total = attention.normalizer(similarity, ~hidden, spec, unit)
     return divide(similarity @ v, total)

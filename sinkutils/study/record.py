@@ -128,8 +128,7 @@ class Record:
         if ATTENTION not in self.digests:
             return {}
         with _explained(self.folder, ATTENTION):
-            data = _intact(self.folder, ATTENTION, self.digests)
-            arrays = load_tensors(data)
+            arrays = load_tensors(_intact(self.folder, ATTENTION, self.digests))
             check_alpha(arrays, self.metrics, self.config["model"])
         return arrays
 
@@ -151,8 +150,7 @@ class Record:
         Raises `CorruptRecord` where their file is missing or has changed.
         """
         with _explained(self.folder, WEIGHTS):
-            data = _intact(self.folder, WEIGHTS, self.digests)
-            return load_tensors(data)
+            return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
     def load_model(self) -> TransformerLM:
         """The trained model, on the CPU in float32.
@@ -161,8 +159,7 @@ class Record:
         """
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
-            config = from_dict(LMConfig, self.config["model"])
-            model = TransformerLM(config)
+            model = TransformerLM(from_dict(LMConfig, self.config["model"]))
             model.load_state_dict(weights)
         return model.eval()
 
@@ -367,8 +364,7 @@ def _digests(target: Path) -> dict[str, str]:
 
 def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
     with _explained(target, name):
-        data = _intact(target, name, digests)
-        return json.loads(data, parse_constant=_no_number)
+        return json.loads(_intact(target, name, digests), parse_constant=_no_number)
 
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:

@@ -30,8 +30,7 @@ class GraphedStep:
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 # A rate that is a number would be recorded as it was at the time.
-                rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=run.device)
-                group["lr"] = rate
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=run.device)
                 group["capturable"] = True
 
     def __call__(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:

@@ -297,8 +297,7 @@ def compiles() -> bool:
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
-    state: Json = {"of": checkpoint_key(run)}
-    state["model"] = run.model.state_dict()
+    state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
     state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
     for name in run.PROGRESS:
         state[name] = getattr(run, name)
