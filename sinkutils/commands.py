@@ -121,6 +121,7 @@ def list_command(options: argparse.Namespace) -> None:
 
     rows = experiments(options.section)
     refused = unavailable(options.preset)
+    # What is recorded of each experiment.
     statuses = Counter[str]()
     seeds = Counter[str]()  # recorded, by experiment
     for record in Runs(options.runs).entries(options.preset):
@@ -215,6 +216,7 @@ def sweep_command(options: argparse.Namespace) -> int:
             f"with --jobs {options.jobs}"
         )
         return 0
+    # Each run has a line; one that failed to train is a result, and one that crashed is not.
     how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
     status = 0
     for outcome in sweep(options.preset, **which, **how):
@@ -301,6 +303,7 @@ def measure_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.report import check_epsilons, check_targets
     from sinkutils.measuring.subject import BOS, subject
 
+    # Mistakes are said before a model is loaded.
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
@@ -367,6 +370,7 @@ def report_command(options: argparse.Namespace) -> None:
         raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
+    # Both models are given the same kind of text, each in its own tokens.
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
     beside = {}
     if options.beside:

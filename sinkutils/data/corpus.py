@@ -170,6 +170,7 @@ def load_corpus(
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{digest}"
+    # It is opened where it is whole, and else built anew.
     if folder.exists():
         try:
             return Corpus(folder)
@@ -230,6 +231,7 @@ def _tokenise(
     """
     # Before a document is read, so that a wrong name costs no time.
     tokenizer = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
+    # The sample: as many documents as train the tokenizer.
     texts = _unique(documents)
     sample = []
     characters = 0
@@ -245,6 +247,7 @@ def _tokenise(
         passed = bisect(thresholds, split_fraction(text))
         return ("probe", "valid", "train")[passed]
 
+    # The tokenizer has seen nothing of what is held out.
     if tokenizer is None:
         training = (text for text in sample if split_of(text) == "train")
         tokenizer = train_tokenizer(training, vocab_size)

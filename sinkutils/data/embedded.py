@@ -67,6 +67,7 @@ def docstrings() -> Iterator[str]:
     for path in files_with(".py"):
         parts = docstrings_of(text_of(path))
         documents[text_digest("\0".join(parts))] = parts
+    # A docstring that stands in several files is of the first of them.
     seen = set()
     for _, parts in sorted(documents.items()):
         new = [part for part in dict.fromkeys(parts) if part not in seen]
@@ -162,6 +163,7 @@ def files_with(*suffixes: str) -> Iterator[Path]:
             its_own = top != ".." and not top.endswith("-info")
             if its_own and file.as_posix() not in OF_THE_BUILD:
                 files.append(Path(str(file.locate())))
+    # As a list, whose length the bar shows.
     paths = []
     for path in files:
         if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name):

@@ -124,6 +124,7 @@ def conversations_of(source: str) -> Iterator[Conversation]:
         words = text.split("\n\n")[0].split()
         if not before or len(words) < MIN_WORDS:
             continue
+        # Between the header's first line and the docstring only its own colon may end a line.
         header = before[-1]
         between = source[header.start() : match.start()]
         lines = between.rstrip(" \t\nrRuU").splitlines()
@@ -171,6 +172,7 @@ def encode_conversation(
             answer.append(layout.eos_id)
         ids += prompt + answer
         targets += [IGNORED] * len(prompt) + answer  # the prompt carries no loss
+    # A conversation that is too long is cut.
     end = layout.context_length + 1
     if set(targets[:end]) == {IGNORED}:
         return None

@@ -130,6 +130,7 @@ class Chunks(Batches):
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
+        # Places in the text, one row of C + 1 a chunk.
         data = self.data
         rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
         starts = rows[:, None] * self.context_length  # (n, 1)

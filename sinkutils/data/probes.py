@@ -60,6 +60,7 @@ def probe(
         integer("n", n, least=1)
     integer("length", length, least=1 + bos)
     integer("seed", seed, least=0)
+    # The tokens of the text: all but a BOS.
     needed = length - bos
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, _several(texts))

@@ -126,6 +126,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     peak = train.learning_rate
     floor = train.lr_floor
     warm = train.warmup_steps
+    # From peak / warm up to the peak.
     if step < warm:
         return peak * (step + 1) / warm
     last = max(1, train.steps - 1 - warm)  # counted from the end of the warm-up
@@ -140,6 +141,7 @@ def from_dict(cls: Any, values: Json) -> Any:
     Raises TypeError for unknown fields.
     """
     types = checks.types(cls)  # by field: its type, and then what else it takes
+    # JSON has dicts for the configs within a config, and lists for tuples.
     arguments = {}
     for name, value in values.items():
         kind, *_ = types.get(name, (None,))  # an unknown field is refused by cls

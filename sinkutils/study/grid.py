@@ -200,6 +200,7 @@ def plan(
     preset leaves out is trained where it is named.
     """
     names = only or [name for name in _all(preset) if not experiment(name).download]
+    # The names, without what is trained only where it is named.
     left_out = find_preset(preset).leaves_out if only is None else ()
     base = resolve("base", preset)
     runs = []
@@ -282,6 +283,7 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
     if scale.name not in experiment(known).presets:
         known += "_1b"
     start = _named(known, scale.name)
+    # Everything is as in the pre-training, until it is changed below.
     run: RunConfig = FinetuneConfig(
         row.name, scale.name, 0, start.model, start.data, start.train, start.experiment
     )
@@ -330,6 +332,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         reference = -math.log(context)
     else:
         reference = old
+    # A number of steps or of sequences is at least one.
     result = share * reference
     if isinstance(reference, int):
         result = max(1, int(result + 0.5))

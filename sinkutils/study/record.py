@@ -200,6 +200,7 @@ def write_record(
     None: the config's own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError
     with advice when the disk is full.
     """
+    # Every file in memory, before the first is written.
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     parts = (values, rounded(metrics), provenance | versions())
@@ -275,6 +276,7 @@ def finish_replacement(target: Path) -> None:
     A new record that is whole is taken in. For who holds the run's lock.
     """
     new, old = _beside(target)
+    # Whole or not, and its predecessor in place, moved away or gone: wherever the process died.
     try:
         if new.exists():
             read_record(new)

@@ -253,6 +253,7 @@ def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
 def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
     """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
+    # The preset's folder, "laptop", or on another text "laptop@path-mine-0123abcd".
     base, apart, _ = folder.parts[-3].partition("@")
     try:
         record = open_record(folder)
@@ -273,6 +274,7 @@ def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
     """Whether a record is of this very config and corpus; None: of any of the config's name."""
+    # A record's config is the run's, and the text beside it.
     values = dict(record.config)
     text = values.pop("corpus")
     if corpus is None:

@@ -81,6 +81,7 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     length = ids.shape[1]
     if length < FIRST_QUERY:
         return {}
+    # Which keys are of a kind, by text and query: shapes that broadcast to (n, queries, T).
     at = torch.arange(length)
     back = at[FIRST_QUERY - 1 :, None] - at  # (queries, T): how far before its query a key stands
     fits = {
@@ -96,6 +97,7 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     report = measure(model, ids, heads=every_head, norms=False)
     maps = torch.stack([head.map for head in report.kept.values()])  # (L * H, n, T, T)
     left = maps[:, :, FIRST_QUERY - 1 :]  # what no kind has taken yet
+    # Each kind takes its keys from what those before it have left.
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting

@@ -75,6 +75,7 @@ class FinetuneRun(Run):
         if config.data.fixed_position:
             first = [special["fix_id"]]
         layout = Layout(self.tokenizer, first, special["eos_id"], config.model.context_length)
+        # The held-out ones come first, so that more pairs leave them as they are.
         counts = (config.train.valid_chunks, config.pairs)
         name = config.instructions
         held_out, pairs = self.group.in_turn(

@@ -128,6 +128,7 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[
         in_block = name.startswith("blocks.") and name.endswith(".weight")
         maps = train.optimizer == "muon" and in_block and parameter.ndim == 2
         (linear if maps else others).append(parameter)
+    # All parameters, or those that Muon leaves.
     betas = (train.beta1, train.beta2)
     adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
     if not linear:
@@ -174,6 +175,7 @@ class Run:
         self.tokenizer = corpus.tokenizer
         self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
+        # The model and what trains it.
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
@@ -185,6 +187,7 @@ class Run:
         self.ahead: Tensor | None = None
         # How a step is made on a GPU, if not one kernel at a time.
         self.graph: GraphedStep | None = None
+        # What it is measured on: a few chunks for the loss, texts for the sink metric.
         first = np.arange(min(train.valid_chunks, len(valid)))
         self.valid = valid.take(first).to(device)
         count = train.eval_sequences
@@ -193,6 +196,7 @@ class Run:
         # A fixed token is also fixed here, as the authors' evaluation does.
         ids = fix_position(ids, config.data.fixed_position, corpus.fix_id)
         self.probe = ids.to(device)
+        # How far it is, which a checkpoint holds.
         self.step = 0
         self.seconds = 0.0
         self.curve: list[Json] = []
@@ -316,6 +320,7 @@ class Run:
             report = measure(self.model, self.probe, targets=positions, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
             return None
+        # What a reader of the curve sees.
         point = {"step": self.step, "valid_loss": valid_loss, **sinks(report)}
         if losses:
             point["train_loss"] = sum(losses) / len(losses)
@@ -323,6 +328,7 @@ class Run:
             point["losses"] = losses
             point["gradient_norms"] = [float(norm) for _, norm in self.passed]
         self.curve.append(point)
+        # And alpha of every head, from which the ledger works out the rest.
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)  # over texts: (targets, L, H)
         if report.star is not None:
             star = report.star.mean(dim=0)  # (L, H)
@@ -348,6 +354,7 @@ class Run:
 
         They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
         """
+        # A prefix's tokens see each other, so that all but the last see what they predict.
         data = self.config.data
         prefix = self.config.model.attention.prefix
         positions = {*range(1, prefix), *data.unscored}

@@ -74,6 +74,7 @@ def stop(jobs: list[Job]) -> int:
     workers = [job.future for job in jobs if isinstance(job.future, Worker)]
     for worker in workers:
         worker.process.terminate()
+    # All have the same time to end in; whoever does not is killed.
     until = time.monotonic() + STOP_SECONDS
     for worker in workers:
         try:
@@ -191,6 +192,7 @@ def sweep(
     integer("jobs", jobs, least=1)
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
+    # What every worker is told: the same folder, text and preset.
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     logs = store.folder / "logs" / preset_name
     options = ["--preset", preset_name, "--checkpoint-seconds", str(checkpoint_seconds)]
@@ -217,12 +219,15 @@ def sweep(
                         break
                     name = f"{run.experiment} seed {run.seed}"
                     run_folder = store.of(run, text)
+                    # One that another process trains waits in the queue, and the next one has its
+                    # turn.
                     if _locked(run_folder, store):
                         if run not in elsewhere:
                             bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
                         elsewhere.add(run)
                         continue
                     queue.remove(run)
+                    # The other process may have recorded it.
                     record = run_folder.record() if run in elsewhere else None
                     if record is not None:
                         detail = "by another process"

@@ -82,6 +82,7 @@ def train(
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
+    # The text, which every process of the group opens.
     text = corpus
     if not isinstance(text, Corpus):
         name = text or config.data.corpus
@@ -97,6 +98,7 @@ def train(
         wanted = preset is not None and preset.compile
         # On a GPU it has given NaN where eager steps did not (docs/scaling.md).
         compile = wanted and target.type == "cpu" and compiles()
+    # Of a fine-tuning, what it starts from: a record, or a run of its own before this one.
     start: Record | None = None
     if isinstance(config, FinetuneConfig):
         before = grid.config(config.start, config.preset, config.seed)
@@ -119,6 +121,7 @@ def train(
             f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
             f"and that run failed to train ({start.reason})",
         )
+    # Rank 0 holds the lock for all.
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, run_folder.lock())
@@ -126,12 +129,14 @@ def train(
         if done is not None:
             return done
         group.once(run_folder.check_free)
+        # The run as it begins, or as its checkpoint left it.
         run: Run
         if isinstance(config, FinetuneConfig) and start is not None:
             run = FinetuneRun(config, text, target, start, group)
         else:
             run = Run(config, text, target, group)
         load_checkpoint(run, run_folder.checkpoint)
+        # How a step is made; the record says so.
         if graph is None:
             graph = may_graph(run) and not compile
         if graph:
@@ -152,6 +157,7 @@ def save_run(
 
     reason: of its failure, None if it has none. report: of its last evaluation.
     """
+    # Each process has all of this; rank 0 writes it.
     weights = run.model.state_dict() if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
@@ -257,6 +263,7 @@ def conditions_of(run: Run, compiled: bool, graph: bool) -> Json:
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
     """Why a run has failed by this step, or None; and its report at this step where it has not."""
     losses = run.losses()
+    # A uniform guess over V tokens has a loss of ln V.
     of_a_guess = math.log(run.config.model.vocab_size)
     reason = divergence(losses, hopeless=2 * of_a_guess)
     report = None if reason else run.evaluate(losses)
