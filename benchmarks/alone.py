@@ -76,6 +76,30 @@ def itself_alone(place: int, _: int, attention: Any, x: Tensor, output: Tensor) 
     return output
 
 
+def another_alone(place: int, _: int, attention: Any, x: Tensor, output: Tensor) -> Tensor:
+    """The token at a place attends to the one before it, and to nothing else."""
+    output[:, place - 1] = own_value(attention, x[:, place - 2])
+    return output
+
+
+def as_long(
+    place: int,
+    lengths: dict[int, Tensor] | None,
+    layer: int,
+    attention: Any,
+    x: Tensor,
+    output: Tensor,
+) -> Tensor:
+    """What attention gives the token at a place gets other lengths (B,), or that of its own value."""
+    if lengths is None:
+        length = own_value(attention, x[:, place - 1]).norm(dim=-1)
+    else:
+        length = lengths[layer]
+    row = output[:, place - 1]
+    output[:, place - 1] = row * (length / row.norm(dim=-1))[:, None]
+    return output
+
+
 def seen_at(model: nn.Module, ids: Tensor, place: int) -> dict[int, Tensor]:
     """layer -> what attention returns at a place of ids, (B, d)."""
     seen: dict[int, Tensor] = {}
@@ -120,7 +144,9 @@ def alone(measured: Subject) -> dict[str, Any]:
     cases |= {"block 3": [2], "blocks 1 to 3": range(3), "blocks 1 to 12": range(12)}
     cases |= {"all blocks": range(blocks)}
     result: dict[str, Any] = {"first": first, "samples": FEW, "T": T, "place": PLACE}
-    result |= {"middle": {}, "middle, x_1 hidden": {}, "first token": {}, "second token": {}}
+    result |= {"middle": {}, "middle, x_1 hidden": {}, "first token": {}, "of another text": {}}
+    result["another length"] = {}
+    result["second token"] = {}
     solitude = partial(itself_alone, PLACE)
     for case, layers in cases.items():
         with attending(model, ids, layers, solitude):
@@ -129,6 +155,11 @@ def alone(measured: Subject) -> dict[str, Any]:
         result["middle"][case] = about(plain, PLACE) | {"x_1": about(plain, 1)}
         result["middle, x_1 hidden"][case] = about(hidden, PLACE) | {"x_2": about(hidden, 2)}
 
+    with attending(model, ids, range(12), partial(another_alone, PLACE)):
+        plain = measure(model, ids, targets=(1, PLACE))
+        hidden = surgery.hide(model, ids, since=PLACE, targets=(1, 2, PLACE)).report
+    result["another alone"] = about(plain, PLACE) | {"x_1 hidden": about(hidden, PLACE)}
+
     if first == BOS:  # no other token than the BOS is a sink when it comes first
         return result
     cut = ids[:, PLACE - 1 :]  # the same token first
@@ -136,6 +167,21 @@ def alone(measured: Subject) -> dict[str, Any]:
     for case, layers in cases.items():
         with attending(model, cut, layers, company):
             result["first token"][case] = about(measure(model, cut), 1)
+
+    # The direction kept, the length changed: of token 30, and of the first token.
+    lengths = {layer: row.norm(dim=-1) for layer, row in seen_at(model, ids, PLACE).items()}
+    for place, texts, wanted in ((PLACE, ids, None), (1, cut, lengths)):
+        with attending(model, texts, range(12), partial(as_long, place, wanted)):
+            report = measure(model, texts, targets=(place,))
+        result["another length"][f"token {place}"] = about(report, place)
+
+    # Two controls: what the same place got in another text.
+    for place, texts in ((1, cut), (PLACE, ids)):
+        seen = seen_at(model, texts, place)
+        other = {layer: output.roll(1, dims=0) for layer, output in seen.items()}
+        with attending(model, texts, range(12), partial(in_company, place, other)):
+            report = measure(model, texts, targets=(place,))
+        result["of another text"][f"token {place}"] = about(report, place)
 
     # x_1 hidden from all others: x_2 attends to itself alone, or gets what it got beside x_1.
     ids = ids[:, :T]

@@ -3,7 +3,7 @@
     python benchmarks/any_first_token.py CORPUS WEIGHTS ..
 
 CORPUS: "embedded", or "packed:<file>" of it. WEIGHTS: the safetensors files, joined the state dict,
-of the run `gpu/default_constant_lr_steps_13638/0`: 50 MB, too large for Git. Notebook 07 shows what
+of the run `gpu/default_constant_lr_steps_13638/0`: 50 MB, too large for Git. Appendix G shows what
 comes out. Ten minutes on one core.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from alone import PLACE, T, about, attending, in_company, itself_alone, seen_at
+from alone import PLACE, T, about, another_alone, attending, in_company, itself_alone, seen_at
 from mechanism import numbers
 from open_lms import short
 from safetensors.torch import load_file
@@ -115,6 +115,10 @@ def solitude(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
         with attending(model, cut, cases[case], company):
             outcome = surgery.untouched(model, cut)
         result["first"][case] = about(outcome.report, 1) | numbers(outcome)
+
+    with attending(model, ids, range(3), partial(another_alone, PLACE)):
+        report = measure(model, ids, targets=(1, PLACE))
+    result["another alone"] = about(report, PLACE)
 
     # The two change places: x_1 is in company in blocks 2 and 3, token 30 alone in blocks 1 to 3.
     with (

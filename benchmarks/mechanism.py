@@ -80,37 +80,31 @@ def given(
 def control(
     model: Any, ids: Tensor, block: int, changes: dict[str, Callable[[Tensor], Tensor]]
 ) -> dict[str, Any]:
-    """The loss under a change of h_1 if later blocks keep their old attention, their old v_1, or both.
+    """The loss under a change of h_1 if later blocks keep the old k_1, the old v_1, or both.
 
-    With both, no token but x_1 notices the change.
+    With both no token but x_1 notices the change: the others read x_1 through these two only.
     """
     old: dict[tuple, Tensor] = {}
     later = range(block + 1, len(model.model.layers))
 
     def look(key: tuple, output: Tensor) -> Tensor:
         if output.shape[:2] == ids.shape:  # not the short text of `measure`'s check
-            old[key] = output
+            old[key] = output[:, :1]
         return output
 
-    def old_map(key: tuple, output: Tensor) -> Tensor:
-        return old[key] if output.shape[:2] == ids.shape else output
-
-    def old_value(key: tuple, output: Tensor) -> Tensor:
+    def put_back(key: tuple, output: Tensor) -> Tensor:
         if output.shape[:2] != ids.shape:
             return output
-        return torch.cat([old[key][:, :1], output[:, 1:]], dim=1)
+        return torch.cat([old[key], output[:, 1:]], dim=1)
 
-    with given(model, later, ("q_proj", "k_proj", "v_proj"), look):
+    projections = {"old key": ["k_proj"], "old value": ["v_proj"], "both": ["k_proj", "v_proj"]}
+    with given(model, later, projections["both"], look):
         surgery.untouched(model, ids)
     result: dict[str, Any] = {}
     for case, change in changes.items():
         result[case] = {}
-        for kept in ("old value", "old attention", "both"):
-            with ExitStack() as hooks:
-                if kept != "old attention":
-                    hooks.enter_context(given(model, later, ("v_proj",), old_value))
-                if kept != "old value":
-                    hooks.enter_context(given(model, later, ("q_proj", "k_proj"), old_map))
+        for kept, names in projections.items():
+            with given(model, later, names, put_back):
                 outcome = surgery.edit(model, ids, "block", change, [block])
             result[case][kept] = numbers(outcome)
     return result
