@@ -157,7 +157,8 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
     if check.kind in ("fails", "trains"):
         return _trained(check, ours)
     words = _never(check.runs, ours) if check.quantity == "onset" else ""
-    # What keeps a check open whatever its numbers: too few seeds, dead heads, a base without sink.
+    # What leaves a check undecided whatever its numbers: too few seeds, dead heads, no base to
+    # measure by.
     if lacking := _lacking(check, ours):
         return CheckOutcome(check, lacking, words=words)
     if dead := _dead(check, ours):

@@ -70,7 +70,8 @@ def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     d0, s0_squared, most = prior
     s_squared = float(np.var(values, ddof=1))
     variance = (d0 * s0_squared + d * s_squared) / (d0 + d)
-    return variance, max(d, min(d0 + d, most))
+    freedom = min(d0 + d, most)  # all settings together have no more
+    return variance, max(d, freedom)
 
 
 def welch(variances: Sequence[float], freedoms: Sequence[float]) -> float:

@@ -89,7 +89,8 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             row["id"] = judged.claim.id
             row["premise"] = number >= len(judged.outcomes)
             if estimate.seeds:
-                row["prior"], *_ = ours.prior(check.quantity)
+                d0, _, _ = ours.prior(check.quantity)
+                row["prior"] = d0
             row["runs"] = ", ".join(check.runs)
             row |= {"low": estimate.low, "high": estimate.high}
             rows.append(row)
@@ -149,7 +150,7 @@ def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, st
     levels = []
     intervals = []
     for run in runs:
-        if len(ours.values(run, quantity)) < 2:  # which have no interval
+        if len(ours.values(run, quantity)) < 2:  # too few for an interval
             continue
         estimate = ours.estimate((run,), quantity)
         numbers = np.array([estimate.mean, estimate.low, estimate.high])

@@ -332,7 +332,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         reference = -math.log(context)
     else:
         reference = old
-    # A number of steps or of sequences is at least one.
+    # What counts something is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):
         result = max(1, int(result + 0.5))

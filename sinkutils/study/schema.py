@@ -93,7 +93,7 @@ def check_metrics(metrics: Any) -> None:
     choice("status", metrics["status"], ("done", "failed"))
     if metrics["reason"] is not None:
         instance("reason", metrics["reason"], str)
-    # The last point is `final` too; a run that failed at once has neither.
+    # `final` is a point as well; only a run that failed at once has none.
     points = metrics["curve"]
     if final or metrics["status"] == "done":
         points = [*points, final]

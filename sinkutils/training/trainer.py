@@ -266,10 +266,12 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
     # A uniform guess over V tokens has a loss of ln V.
     of_a_guess = math.log(run.config.model.vocab_size)
     reason = divergence(losses, hopeless=2 * of_a_guess)
-    report = None if reason else run.evaluate(losses)
-    if report is not None:
-        return None, report
-    return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
+    if reason is None:
+        report = run.evaluate(losses)
+        if report is not None:
+            return None, report
+        reason = "the model computed what is not finite"
+    return f"{reason} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
