@@ -29,8 +29,7 @@ Map = Callable[[Tensor], Tensor]
 
 def elu_plus_one(s: Tensor) -> Tensor:
     """e^s below 0, 1 + s above. PyTorch's elu is e^s - 1, to which adding 1 gives 0 for s = -17."""
-    below = s.clamp(max=0).exp()  # clamped, as the branch that is not taken has a gradient too
-    return torch.where(s < 0, below, s + 1)
+    return torch.where(s < 0, s.clamp(max=0).exp(), s + 1)
 
 
 # f of Section 7.4, elementwise
@@ -50,10 +49,7 @@ LOGARITHMS = {
 }
 # phi of Section 7.4, on queries and keys; "mlp" is learned. In float64, as the product of two small
 # phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
-KERNELS: dict[str, Map] = {
-    "identity": lambda x: x,
-    "elu": lambda x: elu_plus_one(x.double()),
-}
+KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
 OPERATION_CHOICES = {
     # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
     "similarity": (*SIMILARITIES, "softpick"),
@@ -250,14 +246,12 @@ def operate(
         # is of both maps; a bias or a sink logit has none of the two.
         softmax = replace(spec, differential=False)
         positions = Extras(extras.distance_bias)
-        # Queries of each half against whole keys: the other half is zero.
         even, odd = halves(q)
         first = operate(form, even, k, v, softmax, positions)
         second = operate(form, odd, k, v, softmax, positions)
         results = []
         for x, y in zip(first, second, strict=True):
-            mix = extras.mix.to(x.dtype)
-            results.append(x - mix * y)
+            results.append(x - extras.mix.to(x.dtype) * y)
         return tuple(results)
     # Whatever else a form returns, weights for one, is passed on.
     q, k, v = prepared(q, k, v, spec, extras)
@@ -284,14 +278,12 @@ def prepared(
         if sink is None:
             sink = q.new_zeros(q.shape[1])
         D = q.shape[-1]
-        # Logits are divided by sqrt(D + 1), and stay the same.
-        q = q * ((D + 1) / D) ** 0.5
+        q = q * ((D + 1) / D) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
         last = sink * (D + 1) ** 0.5  # k* in the new dimension, (H,)
         star = F.pad(last[:, None], (D, 0)).to(q.dtype)  # (H, D + 1)
         q = F.pad(q, (0, 1), value=1.0)
         k = F.pad(k, (0, 1))
         v = F.pad(v, (0, 1))
-    # (B, H, T, D) -> (B, H, 1 + T, D)
     if star is not None:
         k = prepend(star, k)
         v = prepend(value, v)
@@ -309,7 +301,6 @@ def added_to_logits(
     """
     length = q.shape[2]
     star = k.shape[2] - length  # 1 where there is k*
-    # Rows are queries, columns keys; k*, if there is one, is column 0.
     positions = torch.arange(length, device=q.device)
     seen = visible(positions[:, None], positions, spec)
     hidden = F.pad(~seen, (star, 0))  # every query sees k*
@@ -331,8 +322,7 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
     """bias (H, D), or zero, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
     if bias is None:
         return F.pad(x, (0, 0, 1, 0))
-    first = bias.to(x.dtype)[None, :, None]  # (1, H, 1, D)
-    first = first.expand(len(x), -1, -1, -1)  # (B, H, 1, D)
+    first = bias.to(x.dtype)[:, None].expand(len(x), -1, -1, -1)  # (B, H, 1, D)
     return torch.cat([first, x], dim=2)
 
 
@@ -362,8 +352,7 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         total = sim.abs().sum(-1, keepdim=True)
         return spec.scale * divide(sim.relu(), total)
     sim, unit = in_range(logits, spec)
-    z = normalizer(sim, seen, spec, unit)
-    return spec.scale * divide(sim, z)
+    return spec.scale * divide(sim, normalizer(sim, seen, spec, unit))
 
 
 def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -427,13 +416,11 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    alike = q.shape == k.shape == v.shape
     require(
-        alike and q.ndim == 4 and q.shape[2] >= 1,
+        q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
     _, heads, length, head_dim = q.shape
-    # Parameters: each there where the operation needs it, and only there.
     if spec.differential and head_dim % 2 > 0:
         raise ValueError("differential attention needs an even head dimension (D of q)")
     if (spec.kernel == "mlp") != (extras.mlp is not None):
@@ -473,11 +460,9 @@ def absolute_embedding(length: int, hidden_size: int) -> Tensor:
 def relative_buckets(length: int) -> Tensor:
     """T5's bucket of distances 0..length-1, (length,) int64.
 
-    Exact up to B/2, logarithmic up to D, then B - 1.
-
-    Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled
-    logarithm; Eq. 6 prints the floor before the factor B/2, which puts all distances from B/2 to D
-    - 1 in one bucket.
+    Exact up to B/2, logarithmic up to D, then B - 1. Not quite g of Eq. 6: T5, and the authors'
+    code with it, takes the floor of the scaled logarithm; Eq. 6 prints the floor before the factor
+    B/2, which puts all distances from B/2 to D - 1 in one bucket.
     """
     distance = torch.arange(length)
     exact = NUM_BUCKETS // 2

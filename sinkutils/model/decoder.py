@@ -26,9 +26,9 @@ from sinkutils import checks
 from sinkutils.checks import choice, short
 from sinkutils.model import attention, fast
 from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
+from sinkutils.model.norms import NORMS, RMSNorm
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
-GATE_RANK = 16
 Tables = dict[str, Tensor]  # of positions, by name: see `position_tables`
 
 # Table 11. Those that end in "glu" are gated; the others keep the width, so have fewer parameters.
@@ -46,7 +46,7 @@ MODEL_CHOICES = {
     "ffn": tuple(FFNS),
     "head_merge": ("concat", "add"),
     "gate": ("none", "head", "element"),
-    "normalization": ("rms", "dyt", "gated"),
+    "normalization": tuple(NORMS),
 }
 
 
@@ -125,48 +125,9 @@ class LMConfig:
         return self.hidden_size // self.num_heads
 
 
-class RMSNorm(nn.RMSNorm):
-    """LN of Section 3.1: h / RMS(h) * g, with g in the precision of h."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gain = self.weight.to(x.dtype)
-        return F.rms_norm(x, gain.shape, gain, eps=1e-5)
-
-
-class DyT(nn.Module):
-    """tanh(alpha h) * g in place of a norm (Zhu et al. 2025)."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.ones(1))
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        bounded = torch.tanh(self.alpha.to(x.dtype) * x)
-        return bounded * self.weight.to(x.dtype)
-
-
-class GatedNorm(RMSNorm):
-    """y * sigmoid(W_up silu(W_down y)) with y = RMSNorm(h) and rank 16 (Qiu et al. 2026)."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.down = nn.Linear(size, GATE_RANK, bias=False)
-        self.up = nn.Linear(GATE_RANK, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        gate: Tensor = self.up(F.silu(self.down(y)))
-        return y * gate.sigmoid().to(y.dtype)
-
-
 def norm_layer(config: LMConfig) -> nn.Module:
     """A norm of whole hidden states, by the config's kind."""
-    if config.normalization == "dyt":
-        return DyT(config.hidden_size)
-    if config.normalization == "gated":
-        return GatedNorm(config.hidden_size)
-    return RMSNorm(config.hidden_size)
+    return NORMS[config.normalization](config.hidden_size)
 
 
 class Attention(nn.Module):
