@@ -127,6 +127,17 @@ def solitude(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
     ):
         report = measure(model, ids, targets=(1, PLACE))
     result["both"] = about(report, PLACE) | {"x_1": about(report, 1)}
+
+    # The same with one token at both places, so that neither gets what another token got.
+    twins = ids.clone()
+    twins[:, 0] = ids[:, PLACE - 1]
+    own_company = partial(in_company, 1, seen_at(model, twins, PLACE))
+    with (
+        attending(model, twins, range(3), alone),
+        attending(model, twins, [1, 2], own_company),
+    ):
+        report = measure(model, twins, targets=(1, PLACE))
+    result["both, one token"] = about(report, PLACE) | {"x_1": about(report, 1)}
     return result
 
 

@@ -25,16 +25,17 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
 
     Raises ValueError if none does, as outside a checkout: the package brings none.
     """
-    paths = [*sorted(NOTEBOOKS.glob("*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+    paths += sorted(NOTEBOOKS.glob("appendix/*.ipynb"))
     if not paths:
         raise ValueError(
             f"there are no notebooks in {NOTEBOOKS}: they are in a checkout of the repository"
         )
     chosen = [path for path in paths if path.name.startswith(tuple(only))]
     if not chosen:
+        stems = ", ".join(path.stem for path in paths)
         raise ValueError(
-            f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are "
-            f"{', '.join(path.stem for path in paths)}"
+            f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are {stems}"
         )
     return chosen
 
@@ -54,9 +55,11 @@ def run_notebooks(
     paths = find_notebooks(only)
     for path in paths:
         known = papermill.inspect_notebook(path)
-        unknown = ", ".join(sorted({*parameters} - {*known}))
+        unknown = sorted({*parameters} - {*known})
         if unknown:
-            raise ValueError(f"{path.stem} has no parameter {unknown}; it has {', '.join(known)}")
+            raise ValueError(
+                f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(known)}"
+            )
     figures = RENDERED / "figures"  # where `su.save` puts them
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
@@ -127,8 +130,10 @@ def _refresh(path: Path, ran: Any) -> None:
         cell.outputs = []
         for output in done.outputs:
             data = output.get("data", {})
-            if "text/html" in data:  # in which pandas draws the name of a styled table
-                data["text/html"] = re.sub("T_[0-9a-f]{5}", f"T_{cell.id}", data["text/html"])
-            if output.get("name") != "stderr" and WIDGET not in data:
-                cell.outputs.append(output)
+            if output.get("name") == "stderr" or WIDGET in data:  # warnings, bars, widgets
+                continue
+            page = data.get("text/html")
+            if page is not None:  # in which pandas draws the name of a styled table
+                data["text/html"] = re.sub("T_[0-9a-f]{5}", f"T_{cell.id}", page)
+            cell.outputs.append(output)
     nbformat.write(book, path)

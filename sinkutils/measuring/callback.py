@@ -41,10 +41,12 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         instance("ids", ids, Tensor)
         require(ids.ndim == 2, f"ids must have the shape (samples, T), got {tuple(ids.shape)}")
         integer("every", every, least=1)
-        self.ids, self.every, self.options = ids, every, options
+        self.ids = ids
+        self.every = every
+        self.options = options
         self.sharded = False
         self.why_not: str | None = None  # the model is not measured
-        self.said: set[str] = set()  # warnings
+        self.warned: set[str] = set()  # warnings
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
@@ -81,16 +83,24 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         if first:
             should_log = control.should_log
-            trainer_log()({f"sink/{name}": summary[name] for name in LOGGED if name in summary})
+            logged = {}
+            for name in LOGGED:
+                if name in summary:
+                    logged[f"sink/{name}"] = summary[name]
+            log = trainer_log()
+            log(logged)
             # Logging switches it off, and the loss may be due at this step.
             control.should_log = should_log
 
     def _warn(self, state: Any, message: str, error: object = "") -> None:
         """Say something once, in the first process: the same error is not said at another step."""
         key = str(error) or message
-        if state.is_world_process_zero and key not in self.said:
-            LOGGER.warning("%s", f"{message}: {error}" if error else message)
-            self.said.add(key)
+        if not state.is_world_process_zero or key in self.warned:
+            return
+        self.warned.add(key)
+        if error:
+            message += f": {error}"
+        LOGGER.warning("%s", message)
 
 
 def trainer_log() -> Callable[..., None]:

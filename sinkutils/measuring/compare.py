@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -31,9 +32,8 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
         f"the reports are of {first.length} tokens and {second.length}",
     )
     require(min(first.samples, second.samples) > 1, "an interval needs at least two samples")
-    # (samples, layers or 1, heads or 1)
-    before = first.of(k).double().numpy().mean(AVERAGED[by], keepdims=True)
-    after = second.of(k).double().numpy().mean(AVERAGED[by], keepdims=True)
+    before = _alpha(first, k, by)
+    after = _alpha(second, k, by)
     require(
         before.shape[1:] == after.shape[1:],
         f"the models have different numbers of blocks or heads: they cannot be compared by {by}",
@@ -46,8 +46,20 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
         interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
     # (layers or 1, heads or 1), as are low and high
     mean = after.mean(axis=0) - before.mean(axis=0)
-    columns = {"mean": mean.ravel(), "low": interval.low.ravel(), "high": interval.high.ravel()}
-    blocks, heads = (range(1, size + 1) for size in mean.shape)
-    index = pd.MultiIndex.from_product([blocks, heads], names=["block", "head"])
-    table = pd.DataFrame(columns, index).assign(n=min(first.samples, second.samples))
+    blocks, heads = mean.shape
+    index = pd.MultiIndex.from_product(
+        [range(1, blocks + 1), range(1, heads + 1)], names=["block", "head"]
+    )
+    table = pd.DataFrame(index=index)
+    table["mean"] = mean.ravel()
+    table["low"] = interval.low.ravel()
+    table["high"] = interval.high.ravel()
+    table["n"] = min(first.samples, second.samples)
     return table if by == "head" else table.droplevel("head")
+
+
+def _alpha(report: Report, k: int, by: str) -> np.ndarray:
+    """alpha_k of each text in float64, (samples, layers or 1, heads or 1)."""
+    alpha = report.of(k).double().numpy()
+    averaged: np.ndarray = alpha.mean(AVERAGED[by], keepdims=True)
+    return averaged

@@ -39,21 +39,29 @@ def attention_layers(
 ) -> tuple[nn.ModuleList, dict[nn.Module, int], dict[nn.Module, int]]:
     """The blocks of a model; its softmax attention modules, counted; and the block of each."""
     # Modules are known by their class's name, or by asking the interface in their forward.
-    modules = {name: module for name, module in base.named_modules() if _is_attention(name, module)}
+    modules = {}
+    for name, module in base.named_modules():
+        if _is_attention(name, module):
+            modules[name] = module
     kind = type(base).__name__
     if not modules:
         reason = "has no softmax attention layers, so it has no attention sink"
         if not type(base).__module__.startswith("transformers."):
             reason = f"shows no attention module: {INTERFACE}"
         raise ValueError(f"{kind} {reason}")
-    lists, places = set(), {}
+    lists = set()  # the names of the lists in which attention stands
+    places = {}
     for name, module in modules.items():
         # GPT-Neo and others wrap one attention module in another: the innermost one computes.
         if any(other.startswith(name + ".") for other in modules):
             continue
         place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn": list and block
-        lists.add(place[1] if place else "")
-        places[module] = int(place[2]) if place else -1
+        if place:
+            lists.add(place[1])
+            places[module] = int(place[2])
+        else:  # it is in no list
+            lists.add("")
+            places[module] = -1
     if len(lists) != 1 or -1 in places.values():
         raise ValueError(
             f"{kind} has attention outside one list of blocks ({sorted(lists)}): "
@@ -67,9 +75,12 @@ def attention_layers(
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
+    if NOT_TEXT.search(name):
+        return False
     kind = type(module).__name__
-    named = "Attention" in kind and not NO_SOFTMAX.search(kind)
-    return not NOT_TEXT.search(name) and (named or chooses_attention(module))
+    if "Attention" in kind and not NO_SOFTMAX.search(kind):
+        return True
+    return chooses_attention(module)
 
 
 def chooses_attention(module: nn.Module) -> bool:
@@ -92,29 +103,47 @@ def configurations(model: nn.Module) -> list[Any]:
 def is_of_transformers(function: Any) -> bool:
     """Whether transformers' own code defines a function, and not somebody who registered it."""
     function = getattr(function, "func", function)  # of a partial
-    home: str = getattr(function, "__globals__", {}).get("__name__", "")
-    return home.startswith("transformers.")
+    return home_of(function).startswith("transformers.")
+
+
+def home_of(function: Any) -> str:
+    """The module in whose file a function is written, "" if it is not known.
+
+    Not `__module__`, which a decorator may have copied from what it wraps.
+    """
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    return str(names.get("__name__", ""))
 
 
 def shown(mask: Tensor) -> Tensor:
     """A mask as booleans; of one that is added to the logits, where it does not hide a key."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if mask.dtype == torch.bool:
+        return mask
+    lowest = torch.finfo(mask.dtype).min
+    return mask > lowest / 2
+
+
+def shown_in_any(mask: Tensor) -> Tensor:
+    """Where a mask (.., T, S) shows a query a key in any text or head, (T, S)."""
+    queries, keys = mask.shape[-2:]
+    return shown(mask).reshape(-1, queries, keys).any(dim=0)
 
 
 def window_of(mask: Tensor) -> int | None:
     """The window of a mask (.., T, T), booleans or added to the logits, if that is what it is."""
-    seen = shown(mask)
-    length = mask.shape[-1]
-    in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
-    width = int(in_any[-1].sum())  # keys that the last query sees
-    if width == length:
+    seen = shown_in_any(mask)
+    width = int(seen[-1].sum())  # keys that the last query sees
+    if width == len(seen):
         return None
-    band = torch.ones_like(in_any).tril().triu(1 - width)
-    return width if torch.equal(in_any, band) else None
+    # Through a window a query sees itself and the `width - 1` keys before it.
+    band = torch.ones_like(seen).tril().triu(1 - width)
+    return width if torch.equal(seen, band) else None
 
 
 def widened(value: Any) -> Any:
-    """A tensor of floats in float64; anything else as it is."""
+    """A tensor of floats in float64, also in a dict; anything else as it is."""
+    if isinstance(value, dict):
+        return {name: widened(x) for name, x in value.items()}
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value
@@ -138,26 +167,28 @@ class Call(NamedTuple):
         """The positions of all queries, (T,)."""
         return torch.arange(self.q.shape[2], device=self.q.device)
 
+    @property
+    def columns(self) -> Tensor:
+        """The positions of all keys, (S,)."""
+        return torch.arange(self.k.shape[2], device=self.q.device)
+
     def wide(self) -> Call:
         """The same call in float64."""
-        return self._replace(
-            q=self.q.double(),
-            k=self.k.double(),
-            v=self.v.double(),
-            mask=widened(self.mask),
-            kwargs={name: widened(value) for name, value in self.kwargs.items()},
-        )
+        return Call(*map(widened, self))
 
     @property
     def size(self) -> float:
         """What the error of an output is measured by: the largest value, or 1."""
-        return max(1.0, float(self.v.abs().max()))
+        largest = float(self.v.abs().max())
+        return max(1.0, largest)
 
     @property
     def scale(self) -> float:
         """What products of queries and keys are multiplied by."""
         scale = self.kwargs.get("scaling")
-        return self.q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if scale is not None:
+            return float(scale)
+        return float(self.q.shape[-1] ** -0.5)
 
     @property
     def sink(self) -> Tensor | None:
@@ -169,21 +200,24 @@ class Call(NamedTuple):
 
         Softmax gives such a row even weights over all keys, later ones too.
         """
-        columns = torch.arange(self.k.shape[2], device=self.q.device)
-        seen = shown(self.mask_of(self.rows, columns)).tril()  # (.., T, S)
-        in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
-        return ~in_any.any(dim=-1)
+        mask = self.mask_of(self.rows, self.columns)  # (.., T, S)
+        seen = shown_in_any(mask).tril()
+        return ~seen.any(dim=-1)
 
     def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
         if self.mask is not None:
-            mask = self.mask[: len(self.q), :, rows][..., columns]
+            of_texts = self.mask[: len(self.q)]  # `proves_right` takes the first text alone
+            mask = of_texts[:, :, rows][..., columns]
         else:  # causal: keys in front of the text are seen by all
-            mask = rows[:, None] + (self.k.shape[2] - self.q.shape[2]) >= columns
+            front = self.k.shape[2] - self.q.shape[2]
+            mask = rows[:, None] + front >= columns
         if self.hidden is None:
             return mask
+        hidden = self.hidden.to(mask.device)
+        hidden = hidden[rows][:, columns]  # (R, S)
         lowest = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return mask.masked_fill(self.hidden.to(mask.device)[rows][:, columns], lowest)
+        return mask.masked_fill(hidden, lowest)
 
 
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,30 +225,33 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns the output (B, R, H, D) and the weights (B, H, R, keys).
     """
-    mask = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
+    mask = call.mask_of(rows, call.columns)
     if mask.dtype == torch.bool:  # eager functions add what they get
         lowest = torch.finfo(call.q.dtype).min
-        mask = torch.zeros_like(mask, dtype=call.q.dtype).masked_fill(~mask, lowest)
+        zeros = torch.zeros_like(mask, dtype=call.q.dtype)
+        mask = zeros.masked_fill(~mask, lowest)
     if mask.ndim == 2:
-        mask = mask[None, None]
-    part = call._replace(q=call.q[:, :, rows], mask=mask)
-    out, weights = call.eager(call.module, part.q, part.k, part.v, mask, **call.kwargs)
+        mask = mask[None, None]  # (1, 1, R, S)
+    call = call._replace(q=call.q[:, :, rows])
+    out, weights = call.eager(call.module, call.q, call.k, call.v, mask, **call.kwargs)
     # With a learned sink, the weights of the tokens sum to less than one. Granite's sum to
     # one, and its output is scaled afterwards.
     sink = call.sink
     if sink is not None and sink.ndim == 1:
         sums = weights.float().sum(dim=-1)
         if (sums - 1).abs().max() < 1e-3:
-            weights = _scaled_by_sink(part, mask, sink, out, weights)
+            weights = _scaled_by_sink(call, mask, sink, out, weights)
     return out, weights
 
 
 def _is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
     """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values."""
     values = repeat_heads(call.v, weights.shape[1]).to(weights.dtype)
-    expected = (weights @ values).transpose(1, 2)
+    product = weights @ values  # (B, H, R, D)
+    expected = product.transpose(1, 2)
     tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
-    return bool((out - expected).abs().max() <= tolerance * call.size)
+    gap = (out - expected).abs().max()
+    return bool(gap <= tolerance * call.size)
 
 
 def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
@@ -225,9 +262,11 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     """
     # sigmoid(lse - sink) = sum of exp(logits) / (sum of exp(logits) + exp(sink))
     keys = repeat_heads(call.k, call.q.shape[1]).float()
-    logits = call.q.float() @ keys.mT * call.scale + mask.float()  # (B, H, R, T)
+    logits = call.q.float() @ keys.mT * call.scale  # (B, H, R, T)
+    logits = logits + mask.float()
     lse = logits.logsumexp(dim=-1, keepdim=True)
-    left = torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1))
+    by_head = sink.float().reshape(1, -1, 1, 1)
+    left = torch.sigmoid(lse - by_head)  # (B, H, R, 1)
     scaled = weights * left.to(weights.dtype)
     if not _is_product(out, scaled, call):
         raise ValueError(
@@ -239,4 +278,5 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    group = heads // x.shape[1]  # query heads that share a key
+    return x if group == 1 else x.repeat_interleave(group, dim=1)

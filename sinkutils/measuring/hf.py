@@ -59,10 +59,12 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
             state.set(config, "_attn_implementation_internal", "eager")
     elif older.NEEDED:
         older.let_ask(watched.layers, lambda: _current.get() is watched, state)
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
-        # What torch.compile made is run as it was written: it knows nothing of hooks and patches.
-        stance = torch.compiler.set_stance("force_eager")
-        state.steps.append(partial(stance.__exit__, None, None, None))
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl:
+            # What torch.compile made is run as it was written: it knows nothing of our hooks.
+            stance = torch.compiler.set_stance("force_eager")
+            state.steps.append(partial(stance.__exit__, None, None, None))
+            break
     watched.hook(state)
     return watched
 
@@ -98,7 +100,8 @@ class Capture:
         # outer: what is called. model: the causal LM in it. base: its blocks, without unembedding.
         self.outer, self.model = handed_over(model)
         self.kind = type(self.model).__name__
-        self.config, self.base = self.model.config, self.model.base_model
+        self.config = self.model.config
+        self.base = self.model.base_model
         self.table = _embedding(self.model)
         # A model whose embedding is offloaded (accelerate) moves the ids itself.
         self.device = torch.device("cpu") if self.table.is_meta else self.table.device
@@ -107,15 +110,18 @@ class Capture:
         # model, whose other blocks have no attention, both are the block's index.
         self.blocks, self.layers, self.places = families.attention_layers(self.base)
         self.modules = set(self.base.modules())
-        chooses = [families.chooses_attention(module) for module in self.layers]
-        if any(chooses) and not all(chooses):
+        chooses = {families.chooses_attention(module) for module in self.layers}
+        if len(chooses) > 1:
             raise ValueError(f"{self.kind} mixes attention modules of two kinds: not supported")
-        self.legacy = not chooses[0]  # outside the interface
-        self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
+        self.legacy = False in chooses  # outside the interface
+        causal = [getattr(module, "is_causal", True) for module in self.layers]
+        self.needs_mask = not all(causal)
         self.doing = doing
-        self.calls: Counter[nn.Module] = Counter()  # in the pass that runs
-        self.ran: set[int] = set()  # the blocks that ran in it
-        self.shape: tuple[int, ...] = ()  # of its ids
+        # Of the pass that runs: how often each module was called, which blocks ran, (B, T) of ids
+        self.calls: Counter[nn.Module] = Counter()
+        self.ran: set[int] = set()
+        self.shape: tuple[int, ...] = ()
+        # Of all passes
         self.named: set[str] = set()  # the attention functions that the model names
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.mask: Tensor | None = None  # the last one, and its window
@@ -128,19 +134,24 @@ class Capture:
             return "eager weights"
         assert isinstance(self.doing, Measuring)
         # A module may run with a mask and without: it is trusted if both proved right.
-        proved = self.doing.proved
-        tried = {module for module, _ in proved}
-        wrong = {module for (module, _), right in proved.items() if not right}
-        fused = len(tried - wrong)
-        if fused == len(self.calls):
+        trusted: dict[nn.Module, bool] = {}
+        for (module, _), right in self.doing.proved.items():
+            trusted[module] = right and trusted.get(module, True)
+        fused = sum(trusted.values())
+        layers = len(self.calls)
+        if fused == layers:
             return "fused"
-        return f"fused in {fused} of {len(self.calls)} layers" if fused else "exact"
+        return f"fused in {fused} of {layers} layers" if fused else "exact"
 
     # --- hooks
 
     def here(self, function: Function) -> Function:
         """A hook that leaves the forward passes of other threads alone."""
-        return lambda *args: function(*args) if _current.get() is self else None
+
+        def hook(*args: Any) -> Any:
+            return function(*args) if _current.get() is self else None
+
+        return hook
 
     def hook(self, state: LeftAsFound) -> None:
         """Watch the blocks' inputs and outputs and, outside the interface, attention weights."""
@@ -149,10 +160,12 @@ class Capture:
         kwargs_too = first._forward_pre_hooks_with_kwargs
         state.hook(first._forward_pre_hooks, see, with_kwargs=kwargs_too)
         for layer, block in enumerate(self.blocks):
-            state.hook(block._forward_hooks, self.here(partial(self._see_block, layer)))
+            see = self.here(partial(self._see_block, layer))
+            state.hook(block._forward_hooks, see)
         if self.legacy:
+            see = self.here(self._see_weights)
             for module in self.layers:
-                state.hook(module._forward_hooks, self.here(self._see_weights))
+                state.hook(module._forward_hooks, see)
 
     def _see_embedding(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.doing.looks:
@@ -170,16 +183,18 @@ class Capture:
         Most families have one stream, (B, T, d); some have several, along an axis of their own or
         side by side in the last one. values: what a block takes or returns, in any nesting.
         """
-        width = getattr(self.config.get_text_config(), "hidden_size", None) or self.table.shape[1]
+        config = self.config.get_text_config()
+        width = getattr(config, "hidden_size", None) or self.table.shape[1]
         by_position = None
         for x in tree_leaves(values):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
-            if x.ndim == 4 and x.shape[:2] == self.shape:  # (B, T, S, d)
+            leads = x.shape[:2] == self.shape  # (B, T) come first
+            if x.ndim == 4 and leads:  # (B, T, S, d)
                 return x.transpose(1, 2)
             if x.ndim == 4 and x.shape[1:3] == self.shape:  # (S, B, T, d)
                 return x.transpose(0, 1)
-            if x.ndim == 3 and x.shape[:2] == self.shape:
+            if x.ndim == 3 and leads:
                 if x.shape[2] % width == 0:  # (B, T, S * d)
                     streams: Tensor = x.unflatten(2, (-1, width))
                     return streams.transpose(1, 2)
@@ -200,13 +215,15 @@ class Capture:
                 maps.append(x)
         if len(maps) != 1:
             return output  # `finish` will miss this module
+        (weights,) = maps  # (B, H, T, T)
+        layer = self.layers[module]
         self.calls[module] += 1
-        self._note_window(self.layers[module], maps[0] > 0)
-        self.doing.weights(self.layers[module], maps[0])
+        self._note_window(layer, weights > 0)
+        self.doing.weights(layer, weights)
         if not isinstance(output, tuple | list):
             return output
         # Nothing behind reads the weights: without them one layer's map is held at a time.
-        return type(output)(None if x is maps[0] else x for x in output)
+        return type(output)(None if x is weights else x for x in output)
 
     # --- attention functions
 
@@ -257,7 +274,8 @@ class Capture:
         if mask is None or self.doing.front:
             return
         if mask is not self.mask:  # of several layers it is one
-            self.mask, self.window = mask, families.window_of(mask)
+            self.mask = mask
+            self.window = families.window_of(mask)
         if self.window:
             self.windows[layer] = self.window
 
@@ -283,9 +301,9 @@ class Capture:
         if "logits_to_keep" in parameters:
             options["logits_to_keep"] = 1  # logits of all tokens would cost more than the blocks
         kinds = {parameter.kind for parameter in parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
-            options = {name: value for name, value in options.items() if name in parameters}
-        return options
+        if inspect.Parameter.VAR_KEYWORD in kinds:  # it takes **kwargs
+            return options
+        return {name: value for name, value in options.items() if name in parameters}
 
     @property
     def tokens_a_batch(self) -> int:
@@ -304,18 +322,21 @@ class Capture:
     def finish(self) -> None:
         """Raise ValueError if a layer did not report in the forward pass that ran."""
         names = {module: name for name, module in self.base.named_modules()}
-        require(names.keys() >= self.layers.keys(), f"{self.kind} {refusals.REPLACED}")
+        still_there = names.keys() >= self.layers.keys()
+        require(still_there, f"{self.kind} {refusals.REPLACED}")
         # Behind the last block that runs there may be others, of a model with an early exit.
         last = max(self.ran, default=len(self.blocks))
         for module, block in self.places.items():
             if block > last:
                 continue
+            reason = ""
             if self.ran and block not in self.ran:
-                raise ValueError(f"{self.kind} cannot be measured: it skips block {block + 1}")
-            calls = self.calls[module]
-            if calls != 1:
-                reason = refusals.TWICE if calls else refusals.SILENT
-                raise ValueError(f"{self.kind} cannot be measured: {names[module]} {reason}")
+                reason = f"it skips block {block + 1}"
+            elif self.calls[module] == 0:
+                reason = f"{names[module]} {refusals.SILENT}"
+            elif self.calls[module] > 1:
+                reason = f"{names[module]} {refusals.TWICE}"
+            require(not reason, f"{self.kind} cannot be measured: {reason}")
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
         """Raise ValueError for rows that are too long, and for attention that cannot be read.
@@ -329,15 +350,18 @@ class Capture:
         if not run or longest == 1:
             return
         # Different tokens: of equal ones the weights are even, whatever is wrong with them.
-        text = torch.cat(list(rows)).unique()[: min(longest, CHECK_TOKENS)]
+        tokens = torch.cat(list(rows)).unique()
+        text = tokens[: min(longest, CHECK_TOKENS)]
         if len(text) == 1:
-            text = torch.cat([text, (text + 1) % self.vocabulary])
+            another = (text + 1) % self.vocabulary
+            text = torch.cat([text, another])
+        batch = text[None]  # (1, T)
         measuring = self.doing
         self.doing = checking = Checking(self.kind)
-        self.run(text[None])  # with our masks, by the eager function
+        self.run(batch)  # with our masks, by the eager function
         self.doing = comparing = Comparing(checking.calls)
         if not self.named <= {"eager"}:  # as the model would have run without us
-            self._pass(text[None])
+            self._pass(batch)
         self.doing = measuring
         if comparing.differs:
             reason = ": with is_causal off it sees later tokens" if self.needs_mask else ""
@@ -353,7 +377,8 @@ def _embedding(model: Any) -> Tensor:
     try:
         module = model.get_input_embeddings()
     except NotImplementedError:
-        module = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+        embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
+        module = next(embeddings, None)
     table: Tensor | None = getattr(module, "weight", None)
     if table is None:
         kind = type(model).__name__

@@ -59,16 +59,18 @@ def load_lm(
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
-    name, path = str(name_or_path), Path(name_or_path)
+    name = str(name_or_path)
+    path = Path(name_or_path)
     if dtype is not None:
         dtype = str(dtype).removeprefix("torch.")
         choice("dtype", dtype, DTYPES)
         dtype = getattr(torch, dtype)
-    # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
     target = None if device == "auto" else find_device(device)
+    # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
     recorded = Runs(runs).named(name)
     here = name != "" and path.exists()
-    real = not here and name.lower() in REAL_MODELS
+    lowered = name.lower()  # as the models that pip brings are called
+    real = not here and lowered in REAL_MODELS
     if revision is not None and (recorded or here or real):
         raise ValueError(f"revision is of a hub id, and {name!r} has one state only: leave it out")
     if recorded is not None:
@@ -77,12 +79,12 @@ def load_lm(
         check_folder(path)
         where = name
     elif real:
-        where = str(model_folder(name.lower()))
+        where = str(model_folder(lowered))
     else:
         where = _hub_id(name)
     model, tokenizer = _load_transformers(where, target, dtype, revision, trust_remote_code)
     if real:  # reports show this name, and no folder of the cache
-        model.name_or_path = model.config.name_or_path = name.lower()
+        model.name_or_path = model.config.name_or_path = lowered
     return model, tokenizer
 
 
@@ -90,7 +92,8 @@ def _hub_id(name: str) -> str:
     """The hub id of a name of Table 8, or what is no folder and no record as it is."""
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
-    if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
+    preset, *_ = name.split("/")
+    if name.count("/") == 2 or preset in PRESETS:
         raise ModelUnavailable(
             f"no recorded run {name!r}: give preset/experiment/seed of one, "
             "`python -m sinkutils train` it, or give a hub id"
@@ -111,7 +114,8 @@ def _load_record(folder: Path, device: torch.device, dtype: Any) -> tuple[Transf
                 f"train {run['experiment']} --preset {run['preset']} --seed {run['seed']} "
                 "--keep-weights"
             )
-        return record.load_model().to(device, dtype or torch.float32), record.tokenizer
+        model = record.load_model()
+        return model.to(device, dtype or torch.float32), record.tokenizer
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
 
@@ -142,14 +146,17 @@ def _load_transformers(
     where: Any = name
     gguf = gguf_file(Path(name))
     if gguf:  # transformers takes the folder and the file's name, and computes in full precision
-        where, common["gguf_file"] = gguf.parent, gguf.name
+        where = gguf.parent
+        common["gguf_file"] = gguf.name
+    if dtype is None:
+        dtype = torch.float32 if find_device(target).type == "cpu" else "auto"
     bars = set_tqdm_hook(_plain_bar)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
-            dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
+            dtype=dtype,
             device_map="auto" if target is None else None,
             **common,
         )
@@ -169,12 +176,16 @@ def _load_transformers(
 
 def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A progress bar of text. A saved notebook shows a widget's as "model not found"."""
-    return (tqdm if issubclass(bar, tqdm) else bar)(*args, **kwargs)
+    kind = tqdm if issubclass(bar, tqdm) else bar
+    return kind(*args, **kwargs)
 
 
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:
     """Whether a folder has a file of one of these patterns."""
-    return any(any(folder.glob(pattern)) for pattern in patterns)
+    for pattern in patterns:
+        if any(folder.glob(pattern)):
+            return True
+    return False
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -220,8 +231,10 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
 
     Unused ones of another head, or of layers that predict further tokens (MTP), are a warning.
     """
+    # Of versions such as 5.17.0 the first number counts.
+    installed, *_ = version("transformers").split(".")
     saved = re.match(r"\d+", str(getattr(model.config, "transformers_version", "")))
-    if saved and int(saved[0]) > int(version("transformers").partition(".")[0]):
+    if saved and int(saved[0]) > int(installed):
         raise ModelUnavailable(f"{name!r} {NEWER}")
     message = f"the weights of {name!r} are not those of its config.json: "
     mismatched = sorted(info.get("mismatched_keys", ()))
@@ -230,12 +243,15 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         if isinstance(first, tuple):  # transformers 4 gives the name alone
             key, in_file, in_model = first
             first = f"{key} is {tuple(in_file)} in the file and {tuple(in_model)} by config.json"
+        more = len(mismatched) - 1
         raise ModelUnavailable(
-            f"{message}{first} (and {len(mismatched) - 1} more): was the vocabulary resized "
-            "without saving?"
+            f"{message}{first} (and {more} more): was the vocabulary resized without saving?"
         )
-    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    message += f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    missing = sorted(info["missing_keys"])
+    unused = sorted(info["unexpected_keys"])
+    # How many, and one of them by name
+    message += f"without {len(missing)} {missing[:1]}, "
+    message += f"with {len(unused)} unused {unused[:1]}"
     if missing or _leaves_out_a_block(model, unused):  # the missing would be random
         raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
     if unused:
@@ -246,8 +262,13 @@ def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
     """Whether weights that are not used are of a block, other than those of MTP behind the last."""
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", 0)
-    further = range(count, count + (getattr(config, "num_nextn_predict_layers", 0) or 0))
-    used = {match[1] for key in model.state_dict() if (match := BLOCK.match(key))}
+    predicting = getattr(config, "num_nextn_predict_layers", 0) or 0  # MTP
+    further = range(count, count + predicting)
+    used = set()  # the lists of blocks that the model has
+    for key in model.state_dict():
+        match = BLOCK.match(key)
+        if match:
+            used.add(match[1])
     for key in unused:
         match = BLOCK.match(key)
         if match and match[1] in used and int(match[2]) not in further:
@@ -261,8 +282,10 @@ class WithoutTokenizer:
     bos_token_id = None
 
     def __init__(self, model: Any) -> None:
-        own = isinstance(model, TransformerLM)
-        size = model.config.vocab_size if own else len(model.get_input_embeddings().weight)
+        if isinstance(model, TransformerLM):
+            size = model.config.vocab_size
+        else:
+            size = len(model.get_input_embeddings().weight)
         self.vocabulary = {f"<{i}>": i for i in range(size)}
         self.all_special_ids: set[int] = set()
         for role in ("bos", "eos", "pad"):
@@ -296,9 +319,12 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
-    if gguf_file(Path(name)) and importlib.util.find_spec("gguf") is None:
+    path = Path(name)
+    find_spec = importlib.util.find_spec  # None for a package that is not installed
+    if gguf_file(path) and find_spec("gguf") is None:
         return f"{name!r} is a GGUF file: pip install gguf"
-    if Path(name, "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
+    adapter = path / "adapter_config.json"
+    if adapter.exists() and find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
     # PyTorch advises here to load it without weights_only, which would run whatever it holds.
     cut = "pytorch checkpoint file" in message  # as transformers 4 says it

@@ -74,10 +74,12 @@ def measure(
     if isinstance(ids, Mapping):  # a tokenizer's BatchEncoding
         if attention_mask is None:
             attention_mask = ids.get("attention_mask")
-        require("input_ids" in ids, f"ids has no input_ids, but {', '.join(map(str, ids))}")
+        names = ", ".join(map(str, ids))
+        require("input_ids" in ids, f"ids has no input_ids, but {names}")
         ids = ids["input_ids"]
     rows, skipped = sequences(ids, attention_mask, targets)
-    targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
+    targets = check_targets(targets, ids.shape[1])
+    epsilons = check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
         batch_size = int(batch_size)  # of NumPy's integers PyTorch takes none
@@ -113,8 +115,10 @@ def measure(
         tokens = min(TOKENS_A_BATCH, source.tokens_a_batch)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
-            for indices in same.split(batch_size or max(1, tokens // length)):
-                source.run(torch.stack([rows[i] for i in indices]))
+            samples = batch_size or max(1, tokens // length)
+            for indices in same.split(samples):
+                batch = torch.stack([rows[i] for i in indices])  # (B, T)
+                source.run(batch)
                 tally.refuse_heads()
                 order += indices.tolist()
     # --- the report: `places` puts the samples back into the order of ids
@@ -172,7 +176,8 @@ def digest(rows: Sequence[Tensor]) -> str:
     """SHA-256 of token ids, the first 16 digits: whether two reports are of the same texts."""
     total = hashlib.sha256()
     for row in rows:
-        total.update(row.to("cpu", torch.int64).numpy().tobytes())
+        ids = row.to("cpu", torch.int64).numpy()
+        total.update(ids.tobytes())
         total.update(b"|")  # so that two short rows are not one long one
     return total.hexdigest()[:16]
 
@@ -202,9 +207,10 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
         mask.shape == ids.shape,
         f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}",
     )
-    real = mask.bool().to(ids.device)
+    mask = mask.to(ids.device)
+    real = mask.bool()
     require(
-        bool((mask.to(ids.device) == real).all()),
+        bool((mask == real).all()),
         "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed "
         "texts, marked 1, 2, .., are not supported: give each text a row of its own)",
     )
@@ -216,8 +222,8 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
         "put it at either end",
     )
     long = []
-    for row, kept in zip(ids, real, strict=True):
-        tokens = row[kept]
+    for row, is_token in zip(ids, real, strict=True):
+        tokens = row[is_token]
         if len(tokens) >= longest:
             long.append(tokens)
     require(
@@ -250,12 +256,15 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
 
 def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
     """Warn where each text begins with two BOS, as of a chat template tokenised as text."""
-    if all(len(row) > 1 and firsts.issuperset(row[:2].tolist()) for row in rows):
-        warnings.warn(
-            "each text begins with two BOS, as where a chat template that has one is tokenised as "
-            "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
-            stacklevel=3,
-        )
+    for row in rows:
+        start = row[:2].tolist()
+        if len(start) < 2 or not firsts.issuperset(start):
+            return
+    warnings.warn(
+        "each text begins with two BOS, as where a chat template that has one is tokenised as "
+        "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
+        stacklevel=3,
+    )
 
 
 def warn_of_short_texts(report: Report) -> None:
@@ -281,5 +290,6 @@ def token_ids(model: nn.Module, name: str) -> set[int]:
     for part in parts:
         ids = getattr(part, name, None)
         if ids is not None and ids != -1:
-            return {*torch.tensor(ids, device="cpu").flatten().tolist()}
+            one_or_more = torch.tensor(ids, device="cpu").flatten()
+            return set(one_or_more.tolist())
     return set()

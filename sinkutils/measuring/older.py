@@ -48,11 +48,8 @@ def let_ask(
             raise ValueError(
                 f"{home} has no eager attention that could be read: use transformers 5"
             )
-        state.set(
-            file,
-            "eager_attention_forward",
-            functools.wraps(eager)(_asks(AttentionInterface(), "eager")),
-        )
+        asks = _asks(AttentionInterface(), "eager")
+        state.set(file, "eager_attention_forward", functools.wraps(eager)(asks))
     state.set(AttentionInterface, "__getitem__", _asks)
 
     # GPT-2's eager function hides later keys a second time, by the number of queries that it gets:

@@ -63,8 +63,10 @@ class Measuring(Pass):
 
     def attention(self, call: Call, layer: int) -> Tensor:
         call = call._replace(hidden=self.hidden)
-        if self.edit is not None and layer in self.edit.layers:
-            changed: Any = {self.edit.part: self.edit.change(getattr(call, self.edit.part).clone())}
+        edit = self.edit
+        if edit is not None and layer in edit.layers:
+            x = getattr(call, edit.part)  # q, k or v
+            changed: Any = {edit.part: edit.change(x.clone())}
             call = call._replace(**changed)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
         out = self._fused(call, layer)
@@ -81,8 +83,9 @@ class Measuring(Pass):
 
     def _fused(self, call: Call, layer: int) -> Tensor | None:
         """Output by a fused kernel, and alpha by its log-sum-exp; None: whole rows are needed."""
-        q, columns = call.q, self.tally.columns(call.q.device)
-        if self.exact or self.tally.heads_of(layer, q.shape[1]) or not can_serve(call, columns):
+        columns = self.tally.columns(call.q.device)
+        keeps_maps = self.tally.heads_of(layer, call.q.shape[1])
+        if self.exact or keeps_maps or not can_serve(call, columns):
             return None
         # A kernel is tried once in each module, with a mask and without: its numbers may be others
         # than they were, and something may be done to logits that no kernel knows of.
@@ -110,11 +113,12 @@ class Measuring(Pass):
         batch, heads, length, _ = call.q.shape
         # Queries that are computed together: a map of B x H x T x T would not fit in memory.
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
-        if any(isinstance(value, Tensor) and value.ndim >= 3 for value in call.kwargs.values()):
-            step = length  # an argument by position that only the family knows how to cut
+        for value in call.kwargs.values():
+            if isinstance(value, Tensor) and value.ndim >= 3:
+                step = length  # an argument by position that only the family knows how to cut
         outs = []
 
-        # The tally draws from this generator: a chunk of weights is gone when the next is made.
+        # The tally draws from this generator, so that at most two chunks of weights exist at once.
         def weights() -> Iterator[Tensor]:
             for rows in call.rows.split(step):
                 out, part = families.chunk(call, rows)
@@ -136,12 +140,14 @@ class Checking(Pass):
     def attention(self, call: Call, layer: int) -> Tensor:
         out, weights = families.chunk(call, call.rows)
         # A query without a key has even weights over all, later ones too: that is no look ahead.
-        self.weights(layer, weights.masked_fill(call.blind()[:, None], 0))
+        blind = call.blind()[:, None]  # (T, 1)
+        self.weights(layer, weights.masked_fill(blind, 0))
         self.calls[call.module] = call
         return out
 
     def weights(self, layer: int, weights: Tensor) -> None:
-        if weights.triu(1).abs().max() > 1e-6:  # of keys behind their query
+        of_later_keys = weights.triu(1)
+        if of_later_keys.abs().max() > 1e-6:
             raise ValueError(f"{self.kind} {LATER}")
 
 
@@ -187,19 +193,22 @@ def computes_the_same(
     precision (torch.set_float32_matmul_precision) nor that of activations before them.
     """
     seeing = ~expected.blind()
-    wide = {name: widened(value) for name, value in kwargs.items()}
     try:
-        out, *_ = function(module, *map(widened, inputs), **wide)
+        out, *_ = function(module, *map(widened, inputs), **widened(kwargs))
         right, _ = families.chunk(expected.wide(), expected.rows)
-        return not _gaps(out, right)[:, seeing].max() > 1e-3  # nan is for another to refuse
+        gaps = _gaps(out, right)[:, seeing]
+        return not gaps.max() > 1e-3  # nan is for another to refuse
     except (RuntimeError, TypeError, ValueError):  # a kernel, or a device, without float64
         out, *_ = function(module, *inputs, **kwargs)
         right, _ = families.chunk(expected, expected.rows)
-        return not _gaps(out, right)[:, seeing].median() > 5e-2
+        gaps = _gaps(out, right)[:, seeing]
+        return not gaps.median() > 5e-2
 
 
 def _gaps(out: Tensor, right: Tensor) -> Tensor:
     """How far outputs (B, T, H, D) are from the right ones, in shares of their size, (B, T, H)."""
     size: Tensor = torch.linalg.vector_norm(right.float(), dim=-1)
-    gaps: Tensor = torch.linalg.vector_norm((out - right).float(), dim=-1)
-    return gaps / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
+    difference = (out - right).float()
+    gaps: Tensor = torch.linalg.vector_norm(difference, dim=-1)
+    least = 1e-6 * float(size.max()) + 1e-30  # an output of zero divides nothing
+    return gaps / size.clamp(min=least)

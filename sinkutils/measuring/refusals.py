@@ -32,7 +32,8 @@ TENSOR_PARALLEL = "tensor parallelism: a process has only a part of each layer; 
 
 def check_kind(model: Any) -> None:
     """Refuse what is no causal LM of transformers, and the families that have no alpha."""
-    kind, config = type(model).__name__, model.config
+    kind = type(model).__name__
+    config = model.config
     reason = REFUSED.get(config.model_type)
     require(reason is None, f"{kind} cannot be measured: {reason}")
     if config.is_encoder_decoder:
@@ -51,7 +52,8 @@ def cut_by(model: nn.Module) -> str | None:
 
     Not by FSDP2, which gathers a block's weights whenever it runs, if all processes run it.
     """
-    if (getattr(model, "tp_size", None) or 1) > 1:  # by a plan of transformers
+    processes = getattr(model, "tp_size", None) or 1
+    if processes > 1:  # by a plan of transformers
         return TENSOR_PARALLEL
     if has_class(model, "FullyShardedDataParallel"):
         return "FullyShardedDataParallel, whose weights lie in one piece: use fully_shard (FSDP2)"
@@ -73,7 +75,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 def has_class(model: nn.Module, name: str) -> bool:
     """Whether one of a model's modules is of a class of that name, or derived from it."""
-    return any(cls.__name__ == name for m in model.modules() for cls in type(m).__mro__)
+    for module in model.modules():
+        if name in [cls.__name__ for cls in type(module).__mro__]:
+            return True
+    return False
 
 
 def check_heads(model: Any, heads: int) -> None:
@@ -129,7 +134,9 @@ def check_call(call: Call, name: str, kind: str) -> None:
         raise ValueError(f"{type(module).__name__} {LATER}")
     # Sparse attention writes its choice of keys into the masks of these two functions.
     # The kernels of others are told of it.
-    chosen = call.kwargs.get("indices") is not None or call.kwargs.get("block_indices") is not None
+    keys = call.kwargs.get("indices")
+    blocks = call.kwargs.get("block_indices")
+    chosen = keys is not None or blocks is not None
     if chosen and name not in ("eager", "sdpa"):
         raise ValueError(
             f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')"

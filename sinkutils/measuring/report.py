@@ -85,7 +85,8 @@ class Report:
     @property
     def floor(self) -> float:
         """alpha_1 of uniform causal attention, H_T / T: 0.074 at T = 64. Mean over the lengths."""
-        return float(np.mean([uniform_alpha(length) for length in self.lengths.tolist()]))
+        by_text = [uniform_alpha(length) for length in self.lengths.tolist()]
+        return float(np.mean(by_text))
 
     def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
         """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
@@ -111,13 +112,14 @@ class Report:
 
     def _excess(self, k: int | str) -> Tensor:
         """The excess of each sample, layer and head, (samples, layers, heads)."""
-        uniform = self._by_layer(uniform_alpha, k).double()[..., None]
-        above: Tensor = excess(self.of(k), uniform)
+        uniform = self._by_layer(uniform_alpha, k).double()  # (samples, layers)
+        above: Tensor = excess(self.of(k), uniform[..., None])
         return above
 
     def excess_by_layer(self) -> list[float]:
         """The mean excess of alpha_1 over samples and heads in each attention layer of `layers`."""
-        return self._excess(1).mean(dim=(0, 2)).tolist()
+        by_head = self._excess(1)  # (samples, layers, heads)
+        return by_head.mean(dim=(0, 2)).tolist()
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).
@@ -125,17 +127,20 @@ class Report:
         In layers without a window it is alpha_k itself. Where there is one, alpha_k is at most
         `caps(k)`, and this is not.
         """
-        return self.of(k) / self._by_layer(seeing_share, k)[..., None]
+        seeing = self._by_layer(seeing_share, k)  # (samples, layers)
+        return self.of(k) / seeing[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
         """The most that alpha_k can be in each attention layer,
         mean over samples: min(1, w / (T - k + 1)).
         """
-        return self._by_layer(seeing_share, k).mean(dim=0).tolist()
+        seeing = self._by_layer(seeing_share, k)
+        return seeing.mean(dim=0).tolist()
 
     def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
         """function(T, k, window) of each sample and layer, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
+        # Samples differ in T, and layers in their window.
         rows = []
         for length in self.lengths.tolist():
             rows.append([function(length, k, window) for window in windows])
@@ -143,10 +148,13 @@ class Report:
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
         """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
-        by_text = self._is_sink(k, eps).flatten(1).mean(dim=1).numpy()
+        is_sink = self._is_sink(k, eps)
+        by_text = is_sink.mean(dim=(1, 2)).numpy()
         # Texts are drawn, and not heads: those of one model are no independent sample.
-        drawn = np.random.default_rng(0).choice(by_text, (DRAWS, len(by_text)))
-        low, high = np.quantile(100 * drawn.mean(axis=1), [0.025, 0.975])
+        rng = np.random.default_rng(0)
+        drawn = rng.choice(by_text, (DRAWS, len(by_text)))
+        means = 100 * drawn.mean(axis=1)
+        low, high = np.quantile(means, [0.025, 0.975])
         return float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,6 +165,7 @@ class Report:
             result[name] = getattr(self, name)
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
+        # By target, as text in JSON: {"1": .., "star": ..}
         for name in ("excess", "interval", "sink"):
             result[name] = {}
         for k in self._shares:
@@ -169,10 +178,13 @@ class Report:
             result["sink_star"] = result["sink"].pop("star")
         if self.windows:
             result["windows"] = self.windows
-            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
+            result["visible_alpha"] = {}
+            for k in self.targets:
+                result["visible_alpha"][k] = self.visible_alpha(k).mean(dim=0)
         for name in BY_POSITION:
-            if getattr(self, name) is not None:
-                result[name] = getattr(self, name)
+            value = getattr(self, name)
+            if value is not None:
+                result[name] = value
         plain: dict[str, Any] = _plain(result)
         return plain
 
@@ -185,28 +197,35 @@ class Report:
         it stands; value_ratio, the least over layers of ||v_1|| over the others' mean.
         """
         first, *later = self.excess_by_layer()
-        numbers = {"sink_1": self.sink(1, self.epsilons[0]), "block_1": first}
+        numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
+        numbers["block_1"] = first
         if later:
             numbers["later_blocks"] = float(np.mean(later))
         if self.first_elements is not None:
             width = self.first_elements.shape[1]
-            block, dimension = divmod(int(self.first_elements.argmax()), width)
+            place = int(self.first_elements.argmax())  # in the flattened (blocks, d)
+            block, dimension = divmod(place, width)
             numbers["element"] = float(self.first_elements.max())
             numbers["element_block"] = block + 1
             numbers["element_dimension"] = dimension
         if self.value_norms is not None and self.length > 1:
-            numbers["value_ratio"] = float(np.nanmin(norm_ratio(self.value_norms)))
+            ratios = norm_ratio(self.value_norms)
+            numbers["value_ratio"] = float(np.nanmin(ratios))
         return numbers
 
     def __str__(self) -> str:
         import pandas as pd  # which training does without
 
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
+        length = str(self.length)
         shortest = int(self.lengths.min())
-        length = f"{self.length}" if shortest == self.length else f"{shortest}..{self.length}"
+        if shortest < self.length:
+            length = f"{shortest}..{length}"
+        name = self.name or "model"
+        layers, heads = self.alpha.shape[-2:]
         text = (
-            f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, "
-            f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads, "
+            f"{name}: T = {length}, n = {self.samples}, BOS first: {bos}, "
+            f"{layers} attention layers x {heads} heads, "
             f"uniform attention: alpha_1 = {self.floor:.3f}\n"
         )
         if self.skipped:
@@ -219,9 +238,10 @@ class Report:
             key = "*" if k == "star" else k
             table.loc[key, "mean alpha"] = f"{alpha.mean():.4f}"
             for eps in self.epsilons:
+                sink = self.sink(k, eps)
                 low, high = self.interval(k, eps)
-                sink = f"{self.sink(k, eps):.2f} % [{low:6.2f}, {high:6.2f}]"
-                table.loc[key, f"Sink eps={eps:g} [95 % over texts]"] = sink
+                column = f"Sink eps={eps:g} [95 % over texts]"
+                table.loc[key, column] = f"{sink:.2f} % [{low:6.2f}, {high:6.2f}]"
         text += str(table.rename_axis(columns="key").to_string())
         for k in self.targets:
             cap = min(self.caps(k))
@@ -269,12 +289,17 @@ def _plain(value: Any) -> Any:
         return _plain(value.double().tolist())
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return round(value, DIGITS) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return round(value, DIGITS)
+    return value
 
 
 def seeing_share(length: int, k: int, window: int | None) -> float:
     """The share of the queries k..T that see key k, through a window."""
-    return 1.0 if window is None else min(1.0, window / (length - k + 1))
+    if window is None:
+        return 1.0
+    queries = length - k + 1
+    return min(1.0, window / queries)
 
 
 @lru_cache(maxsize=4096)
@@ -295,9 +320,11 @@ def uniform_alpha(
     if window is not None:
         keys = np.minimum(queries, window)
     if k == "star":
-        return float(np.mean(1 / (keys + max(1, own_keys))))
-    sees = queries - keys < first  # k is not behind the query's window
-    return float(np.mean(sees / (keys + own_keys)))
+        shares = 1 / (keys + max(1, own_keys))
+    else:
+        sees = queries - keys < first  # k is not behind the query's window
+        shares = sees / (keys + own_keys)
+    return float(shares.mean())
 
 
 def excess(alpha: Any, uniform: Any) -> Any:
@@ -319,9 +346,10 @@ def norm_ratio(norms: Any) -> list[float]:
     """
     rows = np.asarray(norms, dtype=float)
     require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
+    first = rows[:, 0]
     others = rows[:, 1:].mean(axis=1)
     others = np.where(others > 0, others, np.nan)
-    ratios: list[float] = (rows[:, 0] / others).tolist()
+    ratios: list[float] = (first / others).tolist()
     return ratios
 
 

@@ -38,9 +38,10 @@ class LeftAsFound:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or a class."""
         if isinstance(owner, type) and name not in vars(owner):  # it is inherited
-            self.steps.append(partial(_forget, owner, name))
+            undo = partial(_forget, owner, name)
         else:
-            self.steps.append(partial(setattr, owner, name, getattr(owner, name)))
+            undo = partial(setattr, owner, name, getattr(owner, name))
+        self.steps.append(undo)
         setattr(owner, name, value)
 
     def evaluate(self, model: nn.Module) -> None:

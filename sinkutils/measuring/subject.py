@@ -39,8 +39,12 @@ class Subject:
     @property
     def firsts(self) -> tuple[str, ...]:
         """What can stand first in an input: x_fix of training, plain text, a BOS if any."""
-        firsts = (X_FIX, TEXT) if self.fixed_position else (TEXT,)
-        return firsts if adds_bos(self.tokenizer) is None else (*firsts, BOS)
+        firsts = [TEXT]
+        if self.fixed_position:
+            firsts.insert(0, X_FIX)
+        if adds_bos(self.tokenizer) is not None:
+            firsts.append(BOS)
+        return tuple(firsts)
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -64,7 +68,8 @@ class Subject:
         """
         first = first or self.firsts[0]
         choice("first", first, self.firsts)
-        ids = probe(kind, self.tokenizer, *sizes, bos=first == BOS, corpus=self.corpus, **options)
+        bos = first == BOS
+        ids = probe(kind, self.tokenizer, *sizes, bos=bos, corpus=self.corpus, **options)
         if first != X_FIX:
             return ids
         fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
@@ -83,8 +88,9 @@ def adds_bos(tokenizer: Any) -> bool | None:
         bos = bos_id(tokenizer)
     except ValueError:
         return None
-    ids = tokenizer.encode("a")
-    return bool(getattr(ids, "ids", ids)[0] == bos)
+    encoded = tokenizer.encode("a")
+    ids = getattr(encoded, "ids", encoded)  # of tokenizers, or of transformers
+    return bool(ids[0] == bos)
 
 
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:

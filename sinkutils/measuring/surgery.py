@@ -109,11 +109,10 @@ def edit(
             integer("layer", layer, 0, last)
         if place in ("query", "key", "value"):
             return run(source, ids, edit=Edit(place[0], chosen, change))  # q, k or v
+        hook = edit_block if place == "block" else edit_neurons
         for layer in chosen:
-            if place == "block":
-                hooks.enter_context(edit_block(source, source.blocks[layer], change))
-            else:
-                hooks.enter_context(edit_neurons(source, source.blocks[layer], change))
+            handle = hook(source, source.blocks[layer], change)
+            hooks.enter_context(handle)
         return run(source, ids)
 
 
@@ -147,16 +146,19 @@ def edit_neurons(
         down = block.get_submodule("ffn.down")
     else:
         config = source.config.get_text_config()
-        shape = getattr(config, "hidden_size", None), getattr(config, "intermediate_size", None)
-        found = []
+        width = getattr(config, "hidden_size", None)
+        neurons = getattr(config, "intermediate_size", None)
+        layers = []
         for module in block.modules():
-            if isinstance(module, nn.Linear) and (module.out_features, module.in_features) == shape:
-                found.append(module)
+            if not isinstance(module, nn.Linear):
+                continue
+            if module.in_features == neurons and module.out_features == width:
+                layers.append(module)
         require(
-            len(found) == 1,
-            f"{source.kind} has no one linear layer that reads its FFN's {shape[1]} neurons",
+            len(layers) == 1,
+            f"{source.kind} has no one linear layer that reads its FFN's {neurons} neurons",
         )
-        down = found[0]
+        down = layers[0]
     return down.register_forward_pre_hook(source.here(before))
 
 
@@ -177,7 +179,8 @@ def set_back(
         integer("dimension", dimension, 0, elements.shape[1] - 1)
 
     def to_the_mean(hidden: Tensor) -> Tensor:  # (B, T, d)
-        hidden[:, 0, chosen] = hidden[:, 1:, chosen].mean(dim=1)
+        others = hidden[:, 1:, chosen]
+        hidden[:, 0, chosen] = others.mean(dim=1)
         return hidden
 
     return edit(model, ids, "block", to_the_mean, [block])
@@ -197,8 +200,9 @@ def hide(
     targets: the positions k of the report's Sink_k.
     """
     integer("since", since, least=2)
-    at = torch.arange(ids.shape[1])
-    hidden = (at[:, None] >= since - 1) & (at == 0)  # (queries, keys)
+    keys = torch.arange(ids.shape[1])
+    queries = keys[:, None]
+    hidden = (queries >= since - 1) & (keys == 0)  # (T, T)
     with operating(model, ids, cache=True) as capture:
         return run(capture, ids, last=last, hidden=hidden, targets=targets)
 
@@ -211,8 +215,10 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
     """
     integer("window", window, least=1)
     integer("sinks", sinks, least=0)
-    at = torch.arange(ids.shape[1])
-    hidden = (at[:, None] - at >= window) & (at >= sinks)  # (queries, keys)
+    keys = torch.arange(ids.shape[1])
+    queries = keys[:, None]
+    behind_window = queries - keys >= window
+    hidden = behind_window & (keys >= sinks)  # (T, T)
     with operating(model, ids, cache=True) as capture:
         return run(capture, ids, hidden=hidden)
 
@@ -240,8 +246,11 @@ def transplant(
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=capture.config)
             for index, layer in enumerate(layers):
-                k = layer.keys.mean(dim=0).expand(samples, -1, -1, -1)  # (B, H_kv, 1, D)
-                v = layer.values.mean(dim=0).expand(samples, -1, -1, -1)
+                k = layer.keys.mean(dim=0)  # (H_kv, 1, D)
+                v = layer.values.mean(dim=0)
+                # The same k* and v* in front of each text, (B, H_kv, 1, D): values may be narrower.
+                k = k.expand(samples, -1, -1, -1)
+                v = v.expand(samples, -1, -1, -1)
                 filled.update(k, v, index)
             return filled
 
@@ -295,9 +304,12 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
 def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
     """Whether the cache of a model holds keys and values of its attention layers, nothing else."""
     past = cached(capture, ids)
-    if type(past) is not DynamicCache or len(past.layers) != len(capture.layers):
+    if type(past) is not DynamicCache:  # a class of the family's own may keep more
         return False
-    return {type(layer) for layer in past.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if len(past.layers) != len(capture.layers):  # it has layers of another kind
+        return False
+    kinds = {type(layer) for layer in past.layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def cached(capture: Capture, ids: Tensor) -> Any:
@@ -326,11 +338,15 @@ def run(
     scored = length - 1 if last is None else last
     integer("last", scored, 1, length - 1)
     tally = Tally(tuple(targets), length, norms=cache is None)
-    losses, predicted = [], []
-    size = max(1, ELEMENTS // (scored * source.vocabulary))  # texts a batch
-    for batch in ids.to(source.device).split(size):
+    losses = []
+    predicted = []
+    # As many texts a batch as leave room for their logits
+    logits_a_text = scored * source.vocabulary
+    texts = max(1, ELEMENTS // logits_a_text)
+    for batch in ids.to(source.device).split(texts):
         if isinstance(source, OwnModel):
-            source.tally, source.edit = tally, edit
+            source.tally = tally
+            source.edit = edit
             logits = source.model(batch, source)
         else:
             # A cache grows as the text runs: each batch gets a new one.
@@ -338,14 +354,19 @@ def run(
             front = past.get_seq_length() if past else 0
             source.doing = Measuring(tally, True, edit, hidden, front)
             source.start(batch)
-            kept = {} if last is None else {"logits_to_keep": scored + 1}
-            output = source.model(batch, past_key_values=past, use_cache=past is not None, **kept)
+            options: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
+            if last is not None:
+                options["logits_to_keep"] = scored + 1
+            output = source.model(batch, **options)
             source.finish()
             logits = output.logits
-        logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
-        each = F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none")
-        losses.append(each.cpu())
+        # Logits predict the token behind their own: those of the last one are left out.
+        logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
         predicted.append(logits.argmax(dim=-1).cpu())
+        labels = batch[:, -scored:]
+        nats = F.cross_entropy(logits.mT, labels, reduction="none")  # (B, scored)
+        losses.append(nats.cpu())
     samples = torch.arange(len(ids))
-    report = tally.report(source, samples, torch.full_like(samples, length), (0.3,))
+    lengths = torch.full_like(samples, length)
+    report = tally.report(source, samples, lengths, (0.3,))
     return Outcome(torch.cat(losses), torch.cat(predicted), report)

@@ -29,7 +29,9 @@ def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
     rows = torch.arange(shares.shape[2], device=shares.device)
     # Of a key k the rows i >= k count; those before see it through a prefix only.
     counted = (rows[:, None] >= columns).to(shares.dtype)  # (T, K)
-    return ((shares * counted).sum(dim=2) / counted.sum(dim=0)).transpose(1, 2)
+    sums = (shares * counted).sum(dim=2)  # (B, H, K)
+    alpha = sums / counted.sum(dim=0)
+    return alpha.transpose(1, 2)
 
 
 def lower_median(x: Tensor) -> Tensor:
@@ -37,7 +39,9 @@ def lower_median(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.median(dim=1).values
     middle = (x.shape[1] - 1) // 2
-    return torch.from_numpy(np.partition(x.numpy(), middle, axis=1)[:, middle])
+    # In each row the middle element stands where sorting would put it.
+    rows = np.partition(x.numpy(), middle, axis=1)
+    return torch.from_numpy(rows[:, middle])
 
 
 @dataclass
@@ -56,7 +60,11 @@ class Tally:
 
     def heads_of(self, layer: int, count: int) -> list[int]:
         """The chosen heads of a layer that has `count`."""
-        return [head for chosen, head in self.heads if chosen == layer and 0 <= head < count]
+        chosen = []
+        for of_layer, head in self.heads:
+            if of_layer == layer and 0 <= head < count:
+                chosen.append(head)
+        return chosen
 
     def columns(self, device: torch.device) -> Tensor:
         """The targets' 0-based positions, (K,)."""
@@ -80,7 +88,8 @@ class Tally:
             return
         self.add_norms("hidden", layer, hidden)
         sizes = hidden.abs().float()  # (B, S, T, d)
-        median = lower_median(sizes.flatten(1)).clamp(min=1e-30)[:, None]  # (B, 1)
+        median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
+        median = median.clamp(min=1e-30)  # it divides
         peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
         self._sum("hidden_peaks", layer, self._padded(peaks))
         first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
@@ -88,24 +97,28 @@ class Tally:
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add rows (B, n) of a layer to the sum over samples."""
-        before = self.sums[name].get(layer, 0)
-        self.sums[name][layer] = before + rows.sum(dim=0).float()
+        sums = self.sums[name]
+        sums[layer] = sums.get(layer, 0) + rows.sum(dim=0).float()
 
     def _padded(self, values: Tensor, axes: int = 1) -> Tensor:
         """Values by position, with zeros up to the longest sequence, along the last axes."""
-        return F.pad(values, (0, self.length - values.shape[-1]) * axes)
+        behind = self.length - values.shape[-1]
+        return F.pad(values, (0, behind) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add norms of k and v (B, H or fewer, T, D); keep q (B, H, T, D) and k of chosen heads."""
         self.add_norms("key", layer, k)
         self.add_norms("value", layer, v)
+        # A key's head is found by its group, as in GQA H query heads share fewer keys.
+        group = q.shape[1] // k.shape[1]  # query heads that share a key
         for head in self.heads_of(layer, q.shape[1]):
-            # A key's head is found by its group, as in GQA H query heads share fewer keys.
-            group = q.shape[1] // k.shape[1]  # query heads that share a key
-            own = {"queries": q[:, head], "keys": k[:, head // group]}  # (B, T, D) each
-            for name, x in own.items():
-                padded = self._padded(x.float().mT).mT  # (B, longest, D)
-                self.values[name][layer, head].append(padded.cpu())
+            self._keep("queries", layer, head, q[:, head])
+            self._keep("keys", layer, head, k[:, head // group])
+
+    def _keep(self, name: str, layer: int, head: int, x: Tensor) -> None:
+        """Keep the queries or keys (B, T, D) of a head."""
+        padded = self._padded(x.float().mT).mT  # (B, longest, D)
+        self.values[name][layer, head].append(padded.cpu())
 
     def add_weights(
         self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
@@ -115,22 +128,28 @@ class Tally:
         chunks: of rows, (B, H, R, front + T) each. star: what the row of a query lacks to one, over
         the text's T keys, is the share of a learned sink logit or of the `front` keys.
         """
-        shares, sums, maps = [], [], []
+        shares = []  # to the targets, (B, H, R, K)
+        sums = []  # of rows, (B, H, R)
+        maps = []  # of the chosen heads, (B, chosen, R, T)
         for chunk in chunks:
             weights = chunk[..., front:]  # (B, H, R, T)
             wide = torch.promote_types(chunk.dtype, torch.float32)
-            shares.append(weights[..., self.columns(chunk.device)].to(wide))
+            of_targets = weights[..., self.columns(chunk.device)]
+            shares.append(of_targets.to(wide))
             if star:
                 sums.append(weights.sum(dim=-1, dtype=wide))
-            maps.append(weights[:, self.heads_of(layer, chunk.shape[1])])
+            chosen = self.heads_of(layer, chunk.shape[1])
+            maps.append(weights[:, chosen])
         self.add_shares(layer, torch.cat(shares, dim=2))
         if star:
-            self.add_star(layer, 1 - torch.cat(sums, dim=2))
-        chosen = self.heads_of(layer, shares[0].shape[1])
+            by_query = torch.cat(sums, dim=2)  # (B, H, T)
+            self.add_star(layer, 1 - by_query)
         if chosen:
-            padded = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
+            whole = torch.cat(maps, dim=2).float()  # (B, chosen, T, T)
+            padded = self._padded(whole, axes=2)
             for index, head in enumerate(chosen):
-                self.values["map"][layer, head].append(padded[:, index].cpu())
+                of_head = padded[:, index]  # (B, T, T)
+                self.values["map"][layer, head].append(of_head.cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
         """Add alpha from the targets' A_ik, (B, H, T, K)."""
@@ -139,13 +158,15 @@ class Tally:
 
     def add_star(self, layer: int, star: Tensor) -> None:
         """Add the share (B, H, T) of k*, x* or a learned sink logit."""
-        self.values["star"][layer].append(star.mean(dim=-1).float())
+        alpha = star.mean(dim=-1)  # over all queries: (B, H)
+        self.values["star"][layer].append(alpha.float())
 
     def refuse_heads(self) -> None:
         """Raise ValueError for chosen (layer, head) pairs that did not run in the first batch."""
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.values["map"]]
-        count = next(iter(alphas.values()))[0].shape[-1]
+        first_layer = next(iter(alphas.values()))
+        count = first_layer[0].shape[-1]  # of the first batch, (B, targets, heads)
         require(
             not missing,
             f"heads names (layer, head) pairs that the model does not have: {missing}; "
@@ -172,7 +193,7 @@ class Tally:
             len(counts) == 1,
             f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
-        alpha = torch.stack([*alphas.values()], dim=-2)  # (samples, targets, layers, heads)
+        alpha = torch.stack(list(alphas.values()), dim=-2)  # (samples, targets, layers, heads)
         fields = self._means(lengths)
         fields["path"] = source.path
         if "star" in values:
@@ -182,10 +203,13 @@ class Tally:
             fields["star"] = torch.stack(stars, dim=1)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
+        queries = values["queries"]  # empty, as the keys, where a model shows weights alone
+        keys = values["keys"]
         kept = {}
         for pair, weights in values["map"].items():
-            kept[pair] = Kept(weights, values["queries"].get(pair), values["keys"].get(pair))
-        report = Report(alpha, self.targets, epsilons, lengths, tuple(alphas), kept=kept, **fields)
+            kept[pair] = Kept(weights, queries.get(pair), keys.get(pair))
+        layers = tuple(alphas)
+        report = Report(alpha, self.targets, epsilons, lengths, layers, kept=kept, **fields)
         for numbers in (report.alpha, report.hidden_norms):
             if numbers is not None and not numbers.isfinite().all():
                 reason = why_not_finite(source.model)
@@ -197,18 +221,20 @@ class Tally:
         values: Any = defaultdict(dict)
         for name, by_layer in self.values.items():
             for layer, batches in sorted(by_layer.items()):
-                values[name][layer] = torch.cat(batches).cpu()[places]
+                whole = torch.cat(batches).cpu()
+                values[name][layer] = whole[places]
         return values
 
     def _means(self, lengths: Tensor) -> dict[str, Any]:
         """The means over samples of norms and elements, by their names in a report."""
         # Of sequences of unequal lengths, a mean is over those that have the position.
-        samples = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)
+        positions = torch.arange(self.length, device="cpu")
+        samples = (lengths[:, None] > positions).sum(dim=0)  # by position
         means: dict[str, Any] = {}
         for name, sums in self.sums.items():
             count = samples[:1] if name == "first_elements" else samples  # all have the first
-            by_layer = [total.cpu() / count for _, total in sorted(sums.items())]
-            means[name] = torch.stack(by_layer)
+            totals = [sums[layer].cpu() for layer in sorted(sums)]
+            means[name] = torch.stack(totals) / count
         if self.norms:  # the embedding was added as layer 0
             means["embedding_norms"] = means["embedding_norms"][0]
         return means
@@ -217,7 +243,9 @@ class Tally:
 def why_not_finite(model: nn.Module) -> str:
     """What is not finite in a model whose attention is not."""
     for name, weight in model.named_parameters():
-        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
+        if weight.is_meta or not weight.is_floating_point():
+            continue
+        if not weight.isfinite().all():
             return f"the weights hold nan or infinite values ({name})"
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         return "every weight is finite and activations overflow float16: use bfloat16 or float32"
@@ -241,12 +269,14 @@ class OwnModel:
     edit: Edit | None = None
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
-        self.model, self.tally = model, tally
+        self.model = model
+        self.tally = tally
         self.blocks = model.blocks
         self.device = model.embed.weight.device
-        self.first = int(model.config.sink_token)  # 1 where x* stands at position 0
-        self.vocabulary = model.config.vocab_size
-        self.windows = dict.fromkeys(range(model.config.num_layers), model.config.attention.window)
+        cfg = model.config
+        self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
+        self.vocabulary = cfg.vocab_size
+        self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
         """Our own model is causal, and computes what it shows."""
@@ -259,8 +289,12 @@ class OwnModel:
         """One forward pass of ids (B, T)."""
         self.model.hidden(ids.to(self.device), self)
 
+    def _text(self, hidden: Tensor) -> Tensor:
+        """Hidden states without those of x*, as one stream, (B, 1, T, d)."""
+        return hidden[:, None, self.first :]
+
     def embedding(self, hidden: Tensor) -> None:
-        self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
+        self.tally.add_norms("embedding", 0, self._text(hidden))
 
     def attention(
         self,
@@ -287,9 +321,9 @@ class OwnModel:
             tally.add_star(layer, shares[..., -length - 1])
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self.tally.add_hidden(layer, hidden[:, None, self.first :])  # one stream
+        self.tally.add_hidden(layer, self._text(hidden))
         if before_norm is not hidden:  # post-norm: Eq. 3 before its last norm
-            self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
+            self.tally.add_norms("before_norm", layer, self._text(before_norm))
 
 
 def attention_shares(
@@ -310,9 +344,12 @@ def attention_shares(
     def learned_kernel(x: Tensor) -> Tensor:
         return widened(extras["mlp"](x.to(q)))  # it keeps the model's precision
 
-    wide = {name: learned_kernel if name == "mlp" else widened(x) for name, x in extras.items()}
-    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide)
+    wide_extras: dict[str, Any] = {}
+    for name, x in extras.items():
+        wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
+    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
     weights = weights.abs()
+    # What a row of softpick lacks to `scale` is on no key, and is not shared out among them.
     if spec.similarity == "softpick":
         return weights / spec.scale
     return divide(weights, weights.sum(dim=-1, keepdim=True))

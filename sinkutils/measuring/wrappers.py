@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from sinkutils.checks import require
 from sinkutils.measuring import refusals
-from sinkutils.measuring.families import INTERFACE
+from sinkutils.measuring.families import INTERFACE, home_of
 
 
 def handed_over(model: Any) -> tuple[nn.Module, Any]:
@@ -45,7 +45,8 @@ def _inside(model: Any) -> Any:
         return model._orig_mod
     if not hasattr(model, "get_base_model"):
         return None
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
         raise ValueError(
             "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
         )
@@ -62,8 +63,7 @@ def _does_more(module: nn.Module) -> bool:
     # A forward of the instance comes before the class's; decorators keep what they wrap.
     forward = vars(module).get("forward", type(module).forward)
     while forward is not None:
-        home = getattr(forward, "__globals__", {}).get("__name__", "")
-        if not home.startswith(("transformers.", "peft.", "torch.")):
+        if not home_of(forward).startswith(("transformers.", "peft.", "torch.")):
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False

@@ -32,16 +32,19 @@ def heads_by_block(
     """
     alpha = np.asarray(heads, dtype=float)
     require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
-    blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
+    if layers is None:
+        layers = range(len(alpha))
+    blocks = 1 + np.array(layers)
     # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
     heads_per_block = alpha.shape[1]
-    sideways = (np.arange(heads_per_block) + 0.5) / heads_per_block - 0.5
-    across = 1 + blocks[:, None] + 0.7 * sideways
+    middles = np.arange(heads_per_block) + 0.5
+    sideways = middles / heads_per_block - 0.5  # from -0.5 to 0.5
+    across = blocks[:, None] + 0.7 * sideways
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=COLORS["first"])
     ax.axhline(EPSILON, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     ax.set(xlabel="block", ylabel=r"$\alpha_1$", ylim=(-0.02, 1.02))
-    ax.set_xlim(blocks.min() + 0.4, blocks.max() + 1.6)  # no tick at a block 0
+    ax.set_xlim(blocks.min() - 0.6, blocks.max() + 0.6)  # no tick at a block 0
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return ax
 
@@ -59,16 +62,17 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
         f"weights must have the shape (T, T), got {squares.shape}",
     )
     squares[np.triu_indices(length, 1)] = np.nan  # no key behind its query
-    ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
-    ax.add_patch(
-        Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
-    )
+    square_root = PowerNorm(0.5, vmin=0, vmax=1)
+    ax.imshow(squares, cmap=SHADES, norm=square_root, interpolation="nearest")
+    frame = Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
+    ax.add_patch(frame)
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelsize=min(8.0, 190 / length))
-    names = tokens or [str(position) for position in range(1, length + 1)]
-    ax.set_yticks(range(length), names, parse_math=False)  # a token may hold dollars
-    ax.set_xticks(range(length), names, rotation=90, parse_math=False)
+    ticks = range(length)
+    names = tokens or [str(tick + 1) for tick in ticks]
+    ax.set_yticks(ticks, names, parse_math=False)  # a token may hold dollars
+    ax.set_xticks(ticks, names, rotation=90, parse_math=False)
     ax.xaxis.tick_top()
     return ax
 
@@ -79,5 +83,8 @@ def token_label(token: int, tokenizer: Any = None) -> str:
         return str(token)
     text = tokenizer.decode([token], skip_special_tokens=False)
     text = text.replace("\n", "↵").replace("\t", "→")
-    text = "".join(letter for letter in text if letter.isprintable()).strip() or "␣"
-    return text if len(text) <= 8 else text[:7] + "…"
+    printable = "".join(letter for letter in text if letter.isprintable())
+    label = printable.strip() or "␣"
+    if len(label) > 8:
+        label = label[:7] + "…"
+    return label

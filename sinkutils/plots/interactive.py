@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import html
-import json
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sinkutils.checks import integer, require
 from sinkutils.measuring.measure import measure
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
-from sinkutils.plots.theme import COLORS, STYLE, alt_text, png
+from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png
 
 MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are compressed
 FEWEST_TOKENS = 8  # to which the text of a model with many heads is cut for that
@@ -64,15 +64,15 @@ class Interactive:
         data = {**self.data, "palette": PALETTE, "colors": COLORS}
         script = ""
         for name in (*SCRIPTS, "interactive.js"):
-            script += Path(__file__).with_name(name).read_text(encoding="utf-8")
+            path = Path(__file__).with_name(name)
+            script += path.read_text(encoding="utf-8")
         page = PAGE.substitute(
             image=image,
             alt=html.escape(alt),
             caption=html.escape(self.caption, quote=False),
             script=script,
             kind=self.kind,
-            # "</script>" in a token would end the script, and "<!--" could swallow the page.
-            data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+            data=json_in_html(data),
         )
         shown = {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}
         return shown, {"image/png": {"alt": alt}}
@@ -88,7 +88,8 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
     """
     runs = []
     with mpl.rc_context(STYLE):
-        still = Figure(figsize=(7.0, 0.5 + 1.9 * len(courses)), layout="constrained")
+        height = 0.5 + 1.9 * len(courses)
+        still = Figure(figsize=(7.0, height), layout="constrained")
         rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1.4, 2))
         for (title, course), (dots, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
@@ -96,6 +97,7 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
                 len(alpha) == len(steps),
                 f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
             )
+            # The script draws one frame a step, of all heads in a row.
             frames = alpha.reshape(len(steps), -1).round(3).tolist()
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
             runs.append({"name": title, "H": alpha.shape[2], "frames": frames, "means": means})
@@ -140,22 +142,28 @@ def explore(
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]
-    heads = [(layer, column) for layer in probe.layers for column in range(columns)]
+    heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)
     names = [(layer + 1, column + 1) for layer, column in heads]
     if head is not None:
         last = names[-1]
         require(tuple(head) in names, f"head must be (block, head), up to {last}, got {head!r}")
+    # How many tokens of a text, and then how many texts, a picture can carry of all heads
     room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
-    shown = min(length, ids.shape[1], max(FEWEST_TOKENS, int(room**0.5)))
-    ids = ids[: max(1, room // shown**2), :shown]
-    weights, shades = maps_of(model, ids, heads)
-    tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
+    fit = max(FEWEST_TOKENS, int(room**0.5))
+    shown = min(length, ids.shape[1], fit)
+    texts = max(1, room // shown**2)
+    ids = ids[:texts, :shown]
+    weights, shades = maps_of(model, ids, heads)  # weights: (texts, heads, T, T)
+    tokens = []
+    for row in ids.tolist():
+        tokens.append([token_label(token, tokenizer) for token in row])
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     start = int(alpha[0].argmax())
     if head is not None:
         start = names.index((head[0], head[1]))
+    packed = zlib.compress(shades, 9)
     data = {
-        "packed": base64.b64encode(zlib.compress(shades, 9)).decode(),
+        "packed": base64.b64encode(packed).decode(),
         "tokens": tokens,
         "alpha": alpha.round(3).tolist(),
         "name": name,
@@ -173,9 +181,8 @@ def explore(
         left, right = still.subplots(1, 2, width_ratios=(1, 2.4))
         heads_by_block(alpha[0].reshape(-1, columns), probe.layers, ax=left)
         attention_map(weights[0, start], tokens[0], right)
-        heading = still.suptitle(
-            f"{title}: α₁ = {alpha[0, start]:.2f}", fontsize=11, fontweight="bold"
-        )
+        written = f"{title}: α₁ = {alpha[0, start]:.2f}"
+        heading = still.suptitle(written, fontsize=11, fontweight="bold")
         heading.set_parse_math(False)
     still.set_label(
         f"Attention map of {title}, with tokens on both axes, and every head's attention to the "
@@ -197,7 +204,11 @@ def maps_of(
     what a script draws them of: their causal halves in shades of PALETTE.
     """
     kept = measure(model, ids, heads=heads, norms=False).kept
-    weights = np.stack([kept[head].map for head in heads], axis=1)
-    levels = np.sqrt(np.clip(weights, 0, 1)) * (len(PALETTE) - 1)
+    maps = [kept[head].map for head in heads]
+    weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
+    roots = np.sqrt(np.clip(weights, 0, 1))  # as the still map
+    levels = roots * (len(PALETTE) - 1)
     shades = np.rint(levels).astype(np.uint8)
-    return weights, shades[..., *np.tril_indices(ids.shape[1])].tobytes()
+    queries, keys = np.tril_indices(ids.shape[1])
+    causal = shades[..., queries, keys]  # (texts, heads, T (T + 1) / 2)
+    return weights, causal.tobytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import io
-import json
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
@@ -29,7 +28,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report, norm_ratio
 from sinkutils.measuring.subject import adds_bos
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
-from sinkutils.plots.theme import COLORS, STYLE
+from sinkutils.plots.theme import COLORS, STYLE, json_in_html
 
 # The text of the maps: our own words.
 SAMPLE = (
@@ -40,7 +39,11 @@ SAMPLE = (
 )
 INK = "#010203"  # what a figure draws in this colour takes that of the page's text, light or dark
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
+CURVES = {  # of hidden states, keys and values
+    "h": COLORS["first"],
+    "k": COLORS["other"],
+    "v": COLORS["baseline"],
+}
 MAP_TOKENS = 24
 EPS = 0.3  # of Sink_1 on the page
 PACKAGES = ("sinkutils", "torch", "transformers")
@@ -75,11 +78,14 @@ def report_model(
         ids = inputs[title][0]
     else:
         # Maps are drawn of a sentence, as random tokens would say nothing beside a row.
-        source = "given by the user" if texts else "docstrings"
+        source, text = "docstrings", SAMPLE
+        if texts:
+            source, text = "given by the user", texts[0]
         start = [bos_id(tokenizer)] if "BOS" in title else []
-        ids = torch.tensor(start + encode(tokenizer, texts[0] if texts else SAMPLE))
+        ids = torch.tensor(start + encode(tokenizer, text))
+    dtype = next(model.parameters()).dtype
     facts = {
-        "model": f"{type(model).__name__}, {size:,} parameters, {next(model.parameters()).dtype}",
+        "model": f"{type(model).__name__}, {size:,} parameters, {dtype}",
         "inputs": f"{main.samples} texts of {length} tokens; the numbers on top are of {title}",
         "natural text": source,
         "token ids": f"SHA-256 {main.digest} ({title})",
@@ -105,7 +111,8 @@ def report_page(
     Raises ValueError where the first token was not among the targets, and for another model of the
     same name.
     """
-    reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
+    if isinstance(reports, Report):
+        reports = {"input": reports}
     facts = dict(facts or {})
     main = next(iter(reports.values()))
     require(
@@ -120,29 +127,30 @@ def report_page(
     numbers = ""
     for label, number in models[name].items():
         numbers += f"<div><dt>{label}</dt><dd>{number}</dd></div>"
+    inputs = {title: _row(report) for title, report in reports.items()}
+    method = {key: {"": value} for key, value in facts.items()}
     contents = {
         "name": name,
         "reports": {title: report.to_dict() for title, report in reports.items()},
         "facts": facts or None,
     }
-    page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     # Figures are SVG in one colour that `_svg` makes the page's own: they follow a dark page.
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
-        heads = heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6))
-        written = page.substitute(
+        alpha = main.of(1).mean(dim=0)  # (layers, heads)
+        heads = heads_by_block(alpha, main.layers, ax=_axes(5.6))
+        return Template(page).substitute(
             name=html.escape(name),
             uniform=f"{main.floor:.3f}",
             numbers=numbers,
-            inputs=_table({title: _row(report) for title, report in reports.items()}),
+            inputs=_table(inputs),
             heads=_svg(heads, "Every head's attention to the first token"),
             maps=maps,
             norms=_norms(main),
             models=_table(models),
-            facts=_table({key: {"": value} for key, value in facts.items()}),
-            # "</script>" in a name would end the element that holds the numbers.
-            json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
+            facts=_table(method),
+            json=json_in_html(contents),
         )
-    return written
 
 
 def _printable(name: str) -> str:
@@ -172,7 +180,8 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
     """
     adds = adds_bos(tokenizer)
     inputs = {}
-    for bos in (False,) if adds is None else (adds, not adds):
+    choices = (False,) if adds is None else (adds, not adds)
+    for bos in choices:
         suffix = ", BOS first" if bos else ""
         if not isinstance(tokenizer, WithoutTokenizer):
             inputs["natural" + suffix] = natural(tokenizer, texts, n, length, bos)
@@ -185,9 +194,11 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
     """Maps of the heads with the most attention to the first token, the least, and two between."""
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
     order = alpha.flatten().argsort(descending=True)  # of all heads, the one with most first
+    ranks = torch.linspace(0, len(order) - 1, 4).long()
+    ranks = ranks.unique()  # fewer than four of a small model
     heads = []
-    for index in torch.linspace(0, len(order) - 1, 4).long().unique():
-        layer, head = divmod(int(order[index]), alpha.shape[1])
+    for index in order[ranks].tolist():
+        layer, head = divmod(index, alpha.shape[1])
         heads.append((report.layers[layer], head))
     with warnings.catch_warnings():  # a short text, of which no Sink_1 is shown
         warnings.simplefilter("ignore")
@@ -205,12 +216,13 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
 def _row(report: Report) -> dict[str, str]:
     """The numbers of one model. Of a hybrid model the first block with attention may be the third."""
     first, *later = report.excess_by_layer()
+    mean_later = f"{np.mean(later):z.2f}" if later else ABSENT
     low, high = report.interval(1, EPS)
     row = {
         "Sink₁": f"{report.sink(1, EPS):.1f} %",
         "95 % interval": f"{low:.1f} to {high:.1f}",
         f"excess in block {1 + report.layers[0]}": f"{first:z.2f}",
-        "excess in later blocks": f"{np.mean(later):z.2f}" if later else ABSENT,
+        "excess in later blocks": mean_later,
     }
     if report.star is not None:  # of a learned sink, a key of its own or a sink token
         row["Sink*"] = f"{report.sink_star(EPS):.1f} %"
@@ -240,18 +252,18 @@ def _norms(report: Report) -> str:
         if rows is not None:  # where a model shows weights alone, nothing is known of k and v
             ratios[symbol] = norm_ratio(rows)
     peaks = {"h": report.hidden_peaks[:, 0].tolist()}
-    return _curves(report, "norm of token 1 / others", ratios) + _curves(
-        report, "largest element of token 1 / median", peaks
-    )
+    figure = _curves(report, "norm of token 1 / others", ratios)
+    return figure + _curves(report, "largest element of token 1 / median", peaks)
 
 
 def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> str:
     """A figure of numbers by block."""
     ax = _axes()
-    for of, values in curves.items():
+    for symbol, values in curves.items():
         # Not every block of a hybrid model has attention, keys and values.
-        blocks = range(len(values)) if of == "h" else report.layers
-        ax.plot(np.add(blocks, 1), values, "o-", markersize=4, color=CURVES[of], label=of)
+        blocks = range(len(values)) if symbol == "h" else report.layers
+        from_1 = np.add(blocks, 1)
+        ax.plot(from_1, values, "o-", markersize=4, color=CURVES[symbol], label=symbol)
     # Massive activations are hundreds of times the median, most blocks are near one.
     low, high = ax.dataLim.intervaly
     if 0 < 10 * low < high:
@@ -270,6 +282,7 @@ def _svg(ax: Axes, alt: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sinkutils"}):
         figure: Any = ax.get_figure(root=True)
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    written = drawn.getvalue()
-    written = written[written.index("<svg") :].replace(INK, "currentColor")
-    return written.replace("<svg ", f'<svg role="img" aria-label="{html.escape(alt)}" ', 1)
+    written = drawn.getvalue().replace(INK, "currentColor")
+    # From its element on, without the file's head
+    _, _, rest = written.partition("<svg ")
+    return f'<svg role="img" aria-label="{html.escape(alt)}" {rest}'

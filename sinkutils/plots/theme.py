@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -43,16 +44,15 @@ def theme() -> dict[str, str]:
     # Orange is the first token and green a key of its own wherever they stand: not in the cycle.
     cycle = [COLORS["other"], "#222222", "#949494", "#c8c8c8"]
     sns.set_theme(style="whitegrid", palette=cycle, font_scale=0.9, rc=STYLE)
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    ipython = sys.modules.get("IPython")  # imported by whoever runs the notebook
+    shell = ipython.get_ipython() if ipython else None
     if shell is not None:
         np.random.seed(0)  # noqa: NPY002
         # This loads the inline backend, which sets its own formatters when it loads.
         plt.switch_backend(mpl.get_backend())
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)
-        formatters["text/plain"].for_type(
-            Figure, lambda figure, printer, cycle: printer.text(f"[figure: {alt_text(figure)}]")
-        )
+        formatters["text/plain"].for_type(Figure, _print)
     return dict(COLORS)
 
 
@@ -71,22 +71,41 @@ def save(figure: Figure | Axes, name: str) -> Path:
 
 def png(figure: Figure) -> bytes:
     """A figure as PNG in 256 colours of its own, a third of the bytes and all that lines need."""
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    picture.save(small, format="png", optimize=True)
+    picture = Image.open(drawn).convert("RGB")
+    reduced = picture.quantize(256, dither=Image.Dither.NONE)
+    small = io.BytesIO()
+    reduced.save(small, format="png", optimize=True)
     return small.getvalue()
 
 
 def alt_text(figure: Figure) -> str:
     """The figure's label, if it was given one; else its titles and what stands on its axes."""
+    label = figure.get_label()
+    if label:
+        return str(label)
     parts = [figure.get_suptitle()]
     for ax in figure.axes:
-        parts += [ax.get_title("left"), ax.get_title("center"), ax.get_xlabel(), ax.get_ylabel()]
-    written = "; ".join(dict.fromkeys(part.replace("\n", " ") for part in parts if part))
-    return str(figure.get_label()) or written or "a figure"
+        parts += [ax.get_title("left"), ax.get_title("center")]
+        parts += [ax.get_xlabel(), ax.get_ylabel()]
+    lines = [part.replace("\n", " ") for part in parts if part]
+    return "; ".join(dict.fromkeys(lines)) or "a figure"  # each once
+
+
+def json_in_html(value: Any) -> str:
+    """JSON to stand in a script of a page.
+
+    "</script>" in a token or a name would end the script, and "<!--" could swallow the page.
+    """
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _print(figure: Figure, printer: Any, cycle: bool) -> None:
+    """A figure in the plain text of a notebook."""
+    printer.text(f"[figure: {alt_text(figure)}]")
 
 
 def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
@@ -94,4 +113,5 @@ def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
     picture = png(figure)
     drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG
     width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])
-    return base64.b64encode(picture).decode(), {"alt": alt_text(figure), "width": width}
+    encoded = base64.b64encode(picture).decode()
+    return encoded, {"alt": alt_text(figure), "width": width}

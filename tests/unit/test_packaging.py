@@ -197,7 +197,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"The first token, which was the sink in {mean.sink_1.fixed_1:.1f} %, keeps none",
         f"and {mean.sink_1.sigmoid:.1f} % of the pairs have a sink",
         f"divided by their sum, and {mean.sink_1.sigmoid_normalised:.1f} % have one",
-        f"in {token_30:.0f} % of the pairs, where a first token has {at_first:.0f} %",
+        f"in {token_30:.0f} % of the pairs. A first token has {at_first:.0f} %",
         f"without it {gemma['text']:.1f} % of the pairs have a sink, with it {gemma['BOS']:.1f} %",
         f"{smol:.2f} % [",
     }

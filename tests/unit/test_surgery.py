@@ -335,10 +335,25 @@ def test_the_first_token_attends_to_itself_alone_and_a_later_one_can_be_made_to(
         with alone.attending(model, ids, blocks, company):
             different = (logits(ids) - before).abs().amax(dim=(0, 2)) > 1e-4
         assert different[0] == changed
+    rows = alone.seen_at(model, ids, 5)
+    lengths = {layer: row.norm(dim=-1) for layer, row in rows.items()}
+    for wanted, changed in ((lengths, False), (None, True)):  # as long as it is, or as its value
+        with alone.attending(model, ids, blocks, partial(alone.as_long, 5, wanted)):
+            different = (logits(ids) - before).abs().amax(dim=(0, 2)) > 1e-5
+        assert different[4] == changed and not different[:4].any()
+    # Where the token before is the same one and alone as well, to see it is to see oneself.
+    twins = ids.clone()
+    twins[:, 3] = ids[:, 4]
+    with alone.attending(model, twins, blocks, partial(alone.itself_alone, 4)):
+        with alone.attending(model, twins, blocks, partial(alone.another_alone, 5)):
+            of_other = logits(twins)
+        with alone.attending(model, twins, blocks, partial(alone.itself_alone, 5)):
+            of_itself = logits(twins)
+    assert_close(of_other[:, 4], of_itself[:, 4], atol=1e-4, rtol=1e-4)
     assert_close(logits(ids), before)
 
 
-def test_with_old_attention_and_old_value_no_token_but_the_first_notices_a_cut(ids):
+def test_with_the_old_key_and_value_no_token_but_the_first_notices_a_cut(ids):
     model = build("llama")
 
     def cut(h):
@@ -349,7 +364,7 @@ def test_with_old_attention_and_old_value_no_token_but_the_first_notices_a_cut(i
     plain = mechanism.numbers(untouched(model, ids))["loss of later tokens"]
     losses = {name: numbers["loss of later tokens"] for name, numbers in kept.items()}
     assert losses["both"] == pytest.approx(plain, abs=1e-5)
-    for name in ("old value", "old attention"):
+    for name in ("old key", "old value"):
         assert losses[name] != pytest.approx(plain, abs=1e-5)
 
 
