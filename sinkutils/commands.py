@@ -121,6 +121,7 @@ def list_command(options: argparse.Namespace) -> None:
 
     rows = experiments(options.section)
     refused = unavailable(options.preset)
+    # What is recorded of each experiment.
     statuses = Counter[str]()
     seeds = Counter[str]()  # recorded, by experiment
     for record in Runs(options.runs).entries(options.preset):
@@ -128,7 +129,10 @@ def list_command(options: argparse.Namespace) -> None:
         seeds[record.experiment] += record.status in ("done", "failed")
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
     for row in rows:
-        known = "-" if row.name in refused else seeds[resolve(row.name, options.preset)]
+        known: int | str = "-"
+        if row.name not in refused:
+            name = resolve(row.name, options.preset)  # of equal runs the first has the records
+            known = seeds[name]
         paper = row.paper.get("sink_1", "")
         print(f"{row.name:<26}{row.item:<17}{paper:>12}  {known:>5}  {row.title}")
     print(f"seeds recorded at {options.preset}; -: not available there")
@@ -212,6 +216,7 @@ def sweep_command(options: argparse.Namespace) -> int:
             f"with --jobs {options.jobs}"
         )
         return 0
+    # Each run has a line; one that failed to train is a result, and one that crashed is not.
     how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
     status = 0
     for outcome in sweep(options.preset, **which, **how):
@@ -238,8 +243,8 @@ def claims_command(options: argparse.Namespace) -> None:
         for name in ("paper", "ours", "remark"):
             if options.long and row[name]:
                 print(f"{'':<15} {name}: {row[name]}")
-    counts = ledger.verdict.value_counts().sort_index()
-    summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    counts = Counter(ledger.verdict)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts))
     print(f"{len(ledger)} claims at {options.preset}: {summary}")
 
 
@@ -298,6 +303,7 @@ def measure_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.report import check_epsilons, check_targets
     from sinkutils.measuring.subject import BOS, subject
 
+    # Mistakes are said before a model is loaded.
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
@@ -321,11 +327,13 @@ def measure_command(options: argparse.Namespace) -> None:
                     title = f"{name} {title}"
                 reports[title] = report
     if options.json:
-        print(json.dumps({title: report.to_dict() for title, report in reports.items()}))
+        numbers = {title: report.to_dict() for title, report in reports.items()}
+        print(json.dumps(numbers))
         return
     print("\n\n".join(map(str, reports.values())))
     if len(options.model) > 1:  # a row each: of the checkpoints of one run, its curve
-        table = pd.DataFrame({title: report.summary() for title, report in reports.items()}).T
+        summaries = {title: report.summary() for title, report in reports.items()}
+        table = pd.DataFrame(summaries).T
         print(f"\n{table.round(3).to_string()}")
 
 
@@ -362,6 +370,7 @@ def report_command(options: argparse.Namespace) -> None:
         raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
+    # Both models are given the same kind of text, each in its own tokens.
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
     beside = {}
     if options.beside:

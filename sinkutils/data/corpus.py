@@ -88,9 +88,11 @@ class Corpus:
     def documents(self, split: str) -> Iterator[np.ndarray]:
         """The documents of a split, each (N,), without EOS."""
         tokens = np.asarray(self.tokens(split))
-        ends = np.flatnonzero(tokens == self.eos_id) + 1
-        for document in np.split(tokens, ends)[:-1]:
-            yield document[:-1]
+        ends = np.flatnonzero(tokens == self.eos_id)
+        start = 0
+        for end in ends.tolist():
+            yield tokens[start:end]
+            start = end + 1  # past EOS
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of some tokens."""
@@ -116,15 +118,19 @@ CORPORA = (
 def public_name(name: str) -> str:
     """The name of a corpus in caches and records: of path:<folder> the last part alone."""
     kind, _, rest = name.partition(":")
-    return f"path:{Path(os.path.expanduser(rest)).resolve().name}" if kind == "path" else name
+    if kind != "path":
+        return name
+    path = Path(os.path.expanduser(rest)).resolve()
+    return f"path:{path.name}"
 
 
 def located(name: str) -> str:
     """The name of a corpus that means the same from every folder: with the whole path."""
     kind, _, rest = name.partition(":")
-    if kind in ("path", "packed") and rest:
-        return f"{kind}:{Path(os.path.expanduser(rest)).absolute()}"
-    return name
+    if kind not in ("path", "packed") or not rest:
+        return name
+    path = Path(os.path.expanduser(rest)).absolute()
+    return f"{kind}:{path}"
 
 
 def load_corpus(
@@ -164,6 +170,7 @@ def load_corpus(
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{digest}"
+    # It is opened where it is whole, and else built anew.
     if folder.exists():
         try:
             return Corpus(folder)
@@ -191,10 +198,14 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
         return external.pile(rest), STREAMED
     if kind == "hub" and rest:
-        parts = rest.split("/")  # a config may have a slash in its name
-        return external.hub("/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
+        parts = rest.split("/")  # owner, name, and a config that may have a slash in its name
+        dataset = "/".join(parts[:2])
+        config = "/".join(parts[2:]) or None
+        return external.hub(dataset, config), STREAMED
     if kind in ("path", "packed") and rest:
-        files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
+        files = [Path(rest)]
+        if kind == "path":
+            files = external.local_files(Path(rest))
         version = []
         for file in files:
             stat = file.stat()
@@ -220,6 +231,7 @@ def _tokenise(
     """
     # Before a document is read, so that a wrong name costs no time.
     tokenizer = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
+    # The sample: as many documents as train the tokenizer.
     texts = _unique(documents)
     sample = []
     characters = 0
@@ -228,11 +240,14 @@ def _tokenise(
         characters += len(text)
         if characters >= SAMPLE_CHARACTERS:
             break
-    thresholds = _thresholds(sorted(map(split_fraction, sample)), characters < SAMPLE_CHARACTERS)
+    fractions = sorted(map(split_fraction, sample))
+    thresholds = _thresholds(fractions, complete=characters < SAMPLE_CHARACTERS)
 
     def split_of(text: str) -> str:
-        return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
+        passed = bisect(thresholds, split_fraction(text))
+        return ("probe", "valid", "train")[passed]
 
+    # The tokenizer has seen nothing of what is held out.
     if tokenizer is None:
         training = (text for text in sample if split_of(text) == "train")
         tokenizer = train_tokenizer(training, vocab_size)
@@ -253,8 +268,9 @@ def _tokenise(
             # A document is whole or not there, so that a cap cuts none.
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
+            document = np.array([*ids, special["eos_id"]], dtype=dtype)
             with (folder / f"{split}.bin").open("ab") as file:
-                file.write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
+                file.write(document.tobytes())
             fingerprint.update(text_digest(text))
             written[split] += size
             bar.update(size)
@@ -292,7 +308,8 @@ def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, l
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
         with panics_explained():
             encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        yield from zip(batch, [encoding.ids for encoding in encodings], strict=True)
+        for text, encoding in zip(batch, encodings, strict=True):
+            yield text, encoding.ids
 
 
 def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
@@ -302,17 +319,19 @@ def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
     SHARE and twice SHARE, except where these are all the documents and a share of them less than
     HELD_OUT: that many then, but at most a fifth of all.
     """
-    if not complete or SHARE * len(ranked) >= HELD_OUT:
+    documents = len(ranked)
+    if not complete or SHARE * documents >= HELD_OUT:
         return SHARE, 2 * SHARE
-    count = max(1, min(HELD_OUT, len(ranked) // 5))
+    count = max(1, min(HELD_OUT, documents // 5))
     ranked = [*ranked, 1.0, 1.0, 1.0]  # of one or two documents no split is complete
     return ranked[count], ranked[2 * count]
 
 
 def cache_root() -> Path:
     """$SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sinkutils")
-    return Path(os.environ.get("SINKUTILS_CACHE") or usual)
+    of_all = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    own = os.environ.get("SINKUTILS_CACHE")
+    return Path(own) if own else Path(of_all, "sinkutils")
 
 
 @contextlib.contextmanager
@@ -376,7 +395,8 @@ def verified(folder: Path) -> Meta:
     Raises ValueError where a file is missing or not as it was written.
     """
     try:
-        meta: Meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        text = (folder / "meta.json").read_text(encoding="utf-8")
+        meta: Meta = json.loads(text)
         whole = meta.pop("sha256") == _digest_of_all(folder, meta)
     except (FileNotFoundError, NotADirectoryError, KeyError, ValueError, AttributeError):
         whole = False
@@ -387,9 +407,11 @@ def verified(folder: Path) -> Meta:
 def _digest_of_all(folder: Path, meta: Meta) -> str:
     whole = hashlib.sha256(json.dumps(meta).encode())
     for path in sorted(folder.iterdir()):
-        if path.name != "meta.json":
-            with path.open("rb") as file:
-                whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        if path.name == "meta.json":
+            continue
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        whole.update(path.name.encode() + digest.digest())
     return whole.hexdigest()
 
 

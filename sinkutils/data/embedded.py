@@ -67,6 +67,7 @@ def docstrings() -> Iterator[str]:
     for path in files_with(".py"):
         parts = docstrings_of(text_of(path))
         documents[text_digest("\0".join(parts))] = parts
+    # A docstring that stands in several files is of the first of them.
     seen = set()
     for _, parts in sorted(documents.items()):
         new = [part for part in dict.fromkeys(parts) if part not in seen]
@@ -118,19 +119,25 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
     for match in COMMENT_OR_STRING.finditer(source):
         if not match.group().startswith(('"""', "'''")):
             continue
-        line = source.rfind("\n", 0, match.start()) + 1
-        if source[line : match.start()].strip(" \trRuU"):  # part of an expression
+        line = source.rfind("\n", 0, match.start()) + 1  # where the quotes' line begins
+        prefix = source[line : match.start()]
+        if prefix.strip(" \trRuU"):  # part of an expression
             continue
         before = source[:line].rstrip()
-        last = before[before.rfind("\n") + 1 :]
-        after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
+        last = before[before.rfind("\n") + 1 :]  # the last line before it that is not empty
+        code = last.partition("#")[0].rstrip()
+        after_colon = last.endswith(":") or code.endswith(":")
         if after_colon or (first and _only_comments(before)):
             yield match
         first = False
 
 
 def _only_comments(source: str) -> bool:
-    return all(line.strip()[:1] in ("", "#") for line in source.splitlines())
+    for line in source.splitlines():
+        text = line.strip()
+        if text and not text.startswith("#"):
+            return False
+    return True
 
 
 def files_with(*suffixes: str) -> Iterator[Path]:
@@ -153,8 +160,10 @@ def files_with(*suffixes: str) -> Iterator[Path]:
     for name in packages.keys() - missing:
         for file in metadata.files(name) or ():
             top = file.parts[0]
-            if top != ".." and not top.endswith("-info") and file.as_posix() not in OF_THE_BUILD:
+            its_own = top != ".." and not top.endswith("-info")
+            if its_own and file.as_posix() not in OF_THE_BUILD:
                 files.append(Path(str(file.locate())))
+    # As a list, whose length the bar shows.
     paths = []
     for path in files:
         if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name):
@@ -166,10 +175,12 @@ def _standard_library() -> Iterator[Path]:
     """The files of the running Python's own modules, without their tests."""
     root = Path(sysconfig.get_path("stdlib"))
     for top in root.iterdir():
-        if top.stem in sys.stdlib_module_names:
-            for file in top.rglob("*") if top.is_dir() else [top]:
-                if PRUNED.isdisjoint(file.relative_to(root).parts[:-1]):
-                    yield file
+        if top.stem not in sys.stdlib_module_names:
+            continue
+        for file in top.rglob("*") if top.is_dir() else [top]:
+            *folders, _ = file.relative_to(root).parts
+            if PRUNED.isdisjoint(folders):
+                yield file
 
 
 def text_of(path: Path) -> str:

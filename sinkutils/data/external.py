@@ -74,12 +74,14 @@ def pile(domain: str = "") -> Iterator[str]:
     of the text so far, counted in characters.
     """
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
+    whole = sum(weights.values())
     taken: Counter[str] = Counter()
     for row in hub_rows(PILE):
         text = row["text"]
         name = row["meta"]["pile_set_name"]
-        share = weights.get(name, 0) / sum(weights.values())
-        if share and taken[name] <= share * (taken.total() + PILE_SLACK):
+        share = weights.get(name, 0) / whole
+        most = share * (taken.total() + PILE_SLACK)
+        if share and taken[name] <= most:
             taken[name] += len(text)
             yield text
 

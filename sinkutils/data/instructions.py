@@ -124,11 +124,12 @@ def conversations_of(source: str) -> Iterator[Conversation]:
         words = text.split("\n\n")[0].split()
         if not before or len(words) < MIN_WORDS:
             continue
+        # Between the header's first line and the docstring only its own colon may end a line.
         header = before[-1]
         between = source[header.start() : match.start()]
         lines = between.rstrip(" \t\nrRuU").splitlines()
-        colons = [line.rstrip().endswith(":") for line in lines]
-        if sum(colons) != 1 or not lines[-1].endswith(":"):
+        with_colon = [line for line in lines if line.rstrip().endswith(":")]
+        if len(with_colon) != 1 or not lines[-1].endswith(":"):
             continue
         yield [
             {"role": "user", "content": _question(before)},
@@ -162,13 +163,16 @@ def encode_conversation(
     ids = [*layout.first]
     targets = [IGNORED] * len(layout.first)
     for message in messages:
+        role = message["role"]
         content = message["content"].strip()
-        prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content))
+        prompt = encode(layout.tokenizer, TEMPLATES[role].format(content))
         answer = []
-        if message["role"] == "assistant":
-            answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id]
+        if role == "assistant":
+            answer = encode(layout.tokenizer, f" {content}")
+            answer.append(layout.eos_id)
         ids += prompt + answer
-        targets += [IGNORED] * len(prompt) + answer
+        targets += [IGNORED] * len(prompt) + answer  # the prompt carries no loss
+    # A conversation that is too long is cut.
     end = layout.context_length + 1
     if set(targets[:end]) == {IGNORED}:
         return None
@@ -193,12 +197,14 @@ def make_pairs(
         filled = len(answers)
         if filled == len(rows):
             break
-        answer = " ".join(
-            message["content"] for message in messages if message["role"] == "assistant"
-        )
-        encoded = None if answer in answers else encode_conversation(messages, layout)
+        contents = [message["content"] for message in messages if message["role"] == "assistant"]
+        answer = " ".join(contents)
+        if answer in answers:
+            continue
+        encoded = encode_conversation(messages, layout)
         if encoded is not None:
-            rows[filled, :, : len(encoded[0])] = encoded
+            ids, targets = encoded
+            rows[filled, :, : len(ids)] = [ids, targets]  # EOS and IGNORED stay behind them
             answers.add(answer)
     if len(answers) < len(rows):
         raise ValueError(

@@ -66,7 +66,7 @@ class Batches:
         numbers = np.arange(step * size, (step + 1) * size)
         epochs, places = np.divmod(numbers, self.length)
         rows = np.empty(size, dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
+        for epoch in np.unique(epochs).tolist():  # one, or two where an epoch ends in this step
             here = epochs == epoch
             order = _permutation(self.length, seed, epoch)
             rows[here] = order[places[here]]
@@ -130,14 +130,17 @@ class Chunks(Batches):
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
+        # Places in the text, one row of C + 1 a chunk.
+        data = self.data
         rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
-        starts = rows[:, None] * self.context_length
+        starts = rows[:, None] * self.context_length  # (n, 1)
         ids: Tensor = self.tokens[starts + self.columns].long()
-        for column, position in enumerate(self.data.random_positions):
+        for column, position in enumerate(data.random_positions):
             ids[:, position - 1] = self.redrawn[rows, column]
-        if self.data.random_place:
-            return ids.scatter_(1, self.places[rows][:, None], self.fix_id)
-        return fix_position(ids, self.data.fixed_position, self.fix_id)
+        if data.random_place:
+            places = self.places[rows]  # (n,), from 0
+            return ids.scatter_(1, places[:, None], self.fix_id)
+        return fix_position(ids, data.fixed_position, self.fix_id)
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

@@ -60,17 +60,18 @@ def probe(
         integer("n", n, least=1)
     integer("length", length, least=1 + bos)
     integer("seed", seed, least=0)
+    # The tokens of the text: all but a BOS.
     needed = length - bos
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, _several(texts))
     elif kind == "natural":
         ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
-        vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
+        every = set(tokenizer.get_vocab().values())
+        vocabulary = sorted(every - marked_special(tokenizer))
         generator = np.random.default_rng([seed, PROBES.index(kind)])
-        drawn = generator.choice(
-            vocabulary, size=(n or SEQUENCES, needed if kind == "random" else 1)
-        )
+        different = needed if kind == "random" else 1  # tokens of a sequence
+        drawn = generator.choice(vocabulary, size=(n or SEQUENCES, different))
         ids = np.broadcast_to(drawn, (len(drawn), needed))
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
@@ -80,11 +81,10 @@ def probe(
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
     # Of what has columns, a loop would take the names.
-    table = (
-        isinstance(texts, Mapping) or hasattr(texts, "columns") or hasattr(texts, "column_names")
-    )
+    has_columns = hasattr(texts, "columns") or hasattr(texts, "column_names")
+    refused = isinstance(texts, str | Mapping) or has_columns
     documents = []
-    if isinstance(texts, Iterable) and not isinstance(texts, str) and not table:
+    if isinstance(texts, Iterable) and not refused:
         documents = list(texts)
     if not documents or not all(isinstance(text, str) for text in documents):
         raise ValueError(
@@ -108,7 +108,8 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
         "longer texts, a smaller n or a smaller length",
     )
     order = np.random.default_rng(seed).permutation(len(windows))
-    return np.array(windows)[np.sort(order[:n])]
+    drawn = np.sort(order[:n])  # all of them where n is None
+    return np.array(windows)[drawn]
 
 
 def _natural(
@@ -124,13 +125,15 @@ def _natural(
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
         texts = map(source.decode, source.documents("probe"))
     documents = _several(texts)
+    generator = np.random.default_rng([seed, PROBES.index("natural")])
     chosen = []
-    for index in np.random.default_rng([seed, PROBES.index("natural")]).permutation(len(documents)):
+    for index in generator.permutation(len(documents)):
+        text = documents[index]
         # Of a long text a part will do; the last token of a cut text may not be a token of the
         # whole one.
-        ids = encode(tokenizer, documents[index][: CHARACTERS_A_TOKEN * needed])
+        ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
         if len(ids) <= needed:
-            ids = encode(tokenizer, documents[index])
+            ids = encode(tokenizer, text)
         if len(ids) >= needed:
             chosen.append(ids[:needed])
         if len(chosen) == n:

@@ -74,6 +74,7 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
                 f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}"
             )
         ids[role] = found
+    # The ids from 0 on are often special, and a text's begin after them.
     special = marked_special(tokenizer) | {*ids.values()}
     first_text_id = 0
     while first_text_id in special:
@@ -113,9 +114,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     word), that is an unknown character. Half a character, which JSON can hold and no tokenizer
     reads, is "?", as in a corpus.
     """
-    ids = _text_ids(tokenizer, text.encode(errors="replace").decode())
-    if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
+    text = text.encode(errors="replace").decode()
+    ids = _text_ids(tokenizer, text)
+    backend = _backend(tokenizer)
+    if backend is not None and isinstance(backend.model, models.BPE):
         return ids  # no merge makes a special token
+    # Else a special token among a text's ids gives way to what an unknown character becomes.
     unknown = _text_ids(tokenizer, UNKNOWN)
     special = marked_special(tokenizer) - {*unknown}
     kept = []

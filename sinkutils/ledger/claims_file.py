@@ -85,16 +85,18 @@ def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
     claims = []
     for entry in paths.read_yaml(path):
         try:
-            checks = {field: tuple(_checks(entry.get(field, []))) for field in ("checks", "given")}
-            claims.append(Claim(**entry | checks))
+            checks = _checks(entry.get("checks", []))
+            given = _checks(entry.get("given", []))
+            fields = entry | {"checks": checks, "given": given}
+            claims.append(Claim(**fields))
         except (TypeError, ValueError) as error:
             raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
     return tuple(claims)
 
 
-def _checks(lines: list[Json]) -> list[Check]:
+def _checks(lines: list[Json]) -> tuple[Check, ...]:
     """One check for each run, or pair of runs, or real model, of each line of YAML."""
-    checks = []
+    checks = list[Check]()
     for line in lines:
         kinds = line.keys() - {"real", "of", "than"}
         require(len(kinds) == 1, f"a check asks for one thing: {line}")
@@ -103,28 +105,33 @@ def _checks(lines: list[Json]) -> list[Check]:
             checks += _of_models(kind, line)
         else:
             checks += _of_runs(kind, line)
-    return checks
+    return tuple(checks)
 
 
 def _of_models(kind: str, line: Json) -> list[Check]:
-    models = [model for model, question in real_models() if question == line["real"]]
-    require(kind in REAL and bool(models) and len(line) == 2, f"no such check: {line}")
-    require(isinstance(line[kind], int | float), f"the bar is no number: {line}")
-    return [Check(kind, (model,), line["real"], line[kind]) for model in models]
+    question = line["real"]
+    bar = line[kind]
+    models = [model for model, asked in real_models() if asked == question]
+    known = kind in REAL and len(models) > 0
+    require(known and len(line) == 2, f"no such check: {line}")
+    require(isinstance(bar, int | float), f"the bar is no number: {line}")
+    return [Check(kind, (model,), question, bar) for model in models]
 
 
 def _of_runs(kind: str, line: Json) -> list[Check]:
-    quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
+    usual = "valid_loss" if kind in ("loss", "worse") else "excess"
+    quantity = line.get("of", usual)
     require(kind in OF_RUNS and quantity in QUANTITIES, f"no such check: {line}")
     names = _listed(line[kind])
     if kind in OF_ONE_RUN:
         require("than" not in line, f"{kind} compares with nothing: {line}")
         return [Check(kind, (name,), quantity) for name in names]
-    if kind == "more" and "than" not in line:
+    if kind == "more" and "than" not in line:  # each more than the next
         require(len(names) > 1, f"more than what? {line}")
         pairs = [*pairwise(names)]
     else:
-        pairs = [*product(names, _listed(line.get("than", "base")))]
+        others = _listed(line.get("than", "base"))
+        pairs = [*product(names, others)]
     return [Check(kind, pair, quantity) for pair in pairs]
 
 

@@ -69,9 +69,12 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record, report, window in _done(preset, folder):
         alpha = np.array(report["alpha"][0])  # (L, H), of the first token
         star = report.get("alpha_star")
-        excesses = excess(alpha, uniform_alpha(report["T"], 1, window))
+        even = uniform_alpha(report["T"], 1, window)
+        excesses = excess(alpha, even)
         for block, head in np.ndindex(alpha.shape):
-            row = _whose(record) | {"block": block + 1, "head": head + 1}
+            row = _whose(record)
+            row["block"] = block + 1  # counted from 1, as in the paper
+            row["head"] = head + 1
             row["alpha_1"] = alpha[block, head]
             if star:
                 row["alpha_star"] = star[block][head]
@@ -88,14 +91,16 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record in Runs(folder).entries(preset):
         if record.status not in ("done", "failed"):
             continue
-        per_step = record.config["train"]["batch_size"] * record.config["model"]["context_length"]
+        config = record.config
+        tokens_per_step = config["train"]["batch_size"] * config["model"]["context_length"]
         for point in record.metrics["curve"]:
-            row = _whose(record) | {"tokens": point["step"] * per_step}
+            row = _whose(record)
+            row["tokens"] = point["step"] * tokens_per_step
             for name, value in point.items():
-                if isinstance(value, int | float):
+                if isinstance(value, int | float):  # and no list, as of the losses of every step
                     row[name] = value
             rows.append(row)
-    return _frame(rows, *RUN, "tokens", "step", "valid_loss", *SINKS[:1], "excess_1")
+    return _frame(rows, *RUN, "tokens", "step", "valid_loss", "sink_1", "excess_1")
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
@@ -107,14 +112,20 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
         alphas["star"] = report["alpha_star"]
     found = {}
     for k, alpha in alphas.items():
-        by_head = excess(np.array(alpha), uniform_alpha(report["T"], k, window))  # (L, H)
+        even = uniform_alpha(report["T"], k, window)
+        by_head = excess(np.array(alpha), even)  # (L, H)
         found[f"excess_{k}"] = by_head.mean(axis=1)
     found["live"] = live_heads(report, window).mean(axis=1)
     if "hidden_peaks" in report:
-        found["element"] = np.array(report["hidden_peaks"])[:, 0]
+        peaks = np.array(report["hidden_peaks"])  # (L, T)
+        found["element"] = peaks[:, 0]
+    if report["T"] == 1:  # no other tokens to compare the norms of x_1 with
+        return found
     for name in ("hidden", "key", "value", "before_norm"):
-        if f"{name}_norms" in report and report["T"] > 1:
-            found[f"{name}_ratio"] = np.array(norm_ratio(report[f"{name}_norms"]))
+        norms = report.get(f"{name}_norms")  # (L, T)
+        if norms:
+            ratios = norm_ratio(norms)
+            found[f"{name}_ratio"] = np.array(ratios)
     return found
 
 
@@ -133,15 +144,19 @@ def live_heads(report: Json, window: int | None) -> np.ndarray:
     alive = np.zeros(alphas.shape[1:])
     for k, alpha in zip(report["targets"], alphas, strict=True):
         even = uniform_alpha(report["T"], k, window, own_keys=own_keys)
-        alive[abs(alpha / even - 1) > EVEN] = 1
+        distance = abs(alpha / even - 1)  # (L, H)
+        alive[distance > EVEN] = 1
     return alive
 
 
 def _of_run(record: Record) -> Json:
-    config, final = record.config, record.metrics["final"]
+    """What a row of `runs` has beside its status."""
+    config = record.config
+    final = record.metrics["final"]
     row = {name: final.get(name) for name in FINAL}
     if "report" in final:
-        found = by_block(final["report"], config["model"]["attention"]["window"])
+        window = config["model"]["attention"]["window"]
+        found = by_block(final["report"], window)
         first, *later = found["excess_1"]
         row["block_1"] = first
         row["later_blocks"] = np.mean(later) if later else None
@@ -153,7 +168,8 @@ def _of_run(record: Record) -> Json:
         row[name] = config["train"][name]
     row["steps"] = final.get("step")
     corpus = config["corpus"]
-    row["corpus"] = f"{corpus['name']} {corpus['sha256'][:8]}".strip()
+    digest = corpus["sha256"][:8]  # empty in a record that does not know its text's
+    row["corpus"] = f"{corpus['name']} {digest}".strip()
     row["recipe"] = config["recipe"]
     row["wall_seconds"] = record.provenance.get("wall_seconds")
     return row
@@ -171,6 +187,9 @@ def _whose(record: Record) -> Json:
 def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | None]]:
     """Each record of a run that is done, the report of its last evaluation, and its window."""
     for record in Runs(folder).entries(preset):
-        if record.status == "done" and "report" in record.metrics["final"]:
-            window = record.config["model"]["attention"]["window"]
-            yield record, record.metrics["final"]["report"], window
+        if record.status != "done":
+            continue
+        report = record.metrics["final"].get("report")
+        window = record.config["model"]["attention"]["window"]
+        if report:
+            yield record, report, window

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from sinkutils.ledger.claims_file import REAL, Check, Claim
 from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
@@ -40,7 +39,7 @@ SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 # On which sides a check that asks for no effect has a margin: 1 above, -1 below.
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
 PValues = Mapping[Estimate, float]
-UNCORRECTED: PValues = MappingProxyType({})
+UNCORRECTED: PValues = {}
 
 # The presets that cannot show a claim.
 GATED = {
@@ -81,10 +80,11 @@ def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True
     if not corrected:
         return judged
     tests: dict[str, list[Estimate]] = {}  # by part
-    for one in judged:
-        of_part = tests.setdefault(one.claim.part, [])
-        for outcome in (*one.outcomes, *one.premises):
+    for result in judged:
+        of_part = tests.setdefault(result.claim.part, [])
+        for outcome in (*result.outcomes, *result.premises):
             of_part += outcome.tests
+    # The second time with the corrected p-values.
     p_values = {part: holm(of_part) for part, of_part in tests.items()}
     return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
 
@@ -103,8 +103,9 @@ def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
             outcomes.append(judge(check, seen, corrected))
     premises = [judge(check, ours, corrected) for check in claim.given]
     states = [outcome.state for outcome in outcomes]
-    result = verdict_of(states, [outcome.state for outcome in premises])
-    return Judged(claim, result, outcomes, premises)
+    premise_states = [outcome.state for outcome in premises]
+    verdict = verdict_of(states, premise_states)
+    return Judged(claim, verdict, outcomes, premises)
 
 
 def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
@@ -126,7 +127,8 @@ def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
 def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
     """The p-values of different tests, corrected for their number (Holm 1979)."""
     ranked = sorted(set(tests), key=lambda test: test.p)
-    largest, corrected = 0.0, {}
+    corrected = {}
+    largest = 0.0  # so far: a corrected p is no smaller than those before it
     for rank, test in enumerate(ranked):
         largest = max(largest, (len(ranked) - rank) * test.p)
         corrected[test] = min(1.0, largest)
@@ -149,23 +151,30 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
     """
     if check.kind in REAL:
         return _of_model(check)
-    check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
+    # From here on by the names that the experiments have at this preset.
+    names = [label(name, ours.preset) for name in check.runs]
+    check = replace(check, runs=tuple(names))
     if check.kind in ("fails", "trains"):
         return _trained(check, ours)
     words = _never(check.runs, ours) if check.quantity == "onset" else ""
+    # What leaves a check undecided whatever its numbers: too few seeds, dead heads, no base to
+    # measure by.
     if lacking := _lacking(check, ours):
         return CheckOutcome(check, lacking, words=words)
     if dead := _dead(check, ours):
         return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
-    if check.quantity in EXCESSES and check.runs != (base,) and ours.base().low <= BASE:
+    by_base = check.quantity in EXCESSES and check.runs != (base,)
+    if by_base and ours.base().low <= BASE:
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
     if check.kind in ("together", "apart"):
         return _together(check, ours, corrected)
+    # The level or difference itself, which a reader sees, and less its bar, which decides.
     bar = _bar(check, base)
     estimate = ours.estimate(check.runs, check.quantity)
     beyond = ours.estimate(check.runs, check.quantity, bar)
-    outcome = CheckOutcome(check, OPEN, estimate, estimate.mean - beyond.mean, words=words)
+    height = estimate.mean - beyond.mean  # of the bar, as a number
+    outcome = CheckOutcome(check, OPEN, estimate, height, words=words)
     if check.kind in SIDES:
         return _no_effect(outcome, ours, bar)
     return _direction(outcome, beyond, corrected)
@@ -173,15 +182,19 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
 
 def _of_model(check: Check) -> CheckOutcome:
     """Whether a number of a real model, or its interval, lies above (below) the bar."""
-    low, high = real_models()[check.runs[0], check.quantity]
-    words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    (model,) = check.runs
+    low, high = real_models()[model, check.quantity]
+    words = f"{low:.3g}"
+    if low != high:
+        words += f" to {high:.3g}"
     state = _state(check.kind, low > check.bar, high <= check.bar)
     return CheckOutcome(check, state, bar=check.bar, words=words)
 
 
 def _trained(check: Check, ours: Readings) -> CheckOutcome:
     """Whether training failed in every seed, or in none."""
-    failed = [run is None for run in ours.seeds(check.runs[0]).values()]
+    (name,) = check.runs
+    failed = [run is None for run in ours.seeds(name).values()]
     if len(failed) < ours.least:
         return CheckOutcome(check)
     return CheckOutcome(check, _state(check.kind, not any(failed), all(failed)))
@@ -207,6 +220,7 @@ def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> C
 
 
 def _never(names: Sequence[str], ours: Readings) -> str:
+    """How many seeds of each experiment never had an onset."""
     counts = []
     for name in names:
         without = len(ours.seeds(name)) - len(ours.values(name, "onset"))
@@ -216,25 +230,33 @@ def _never(names: Sequence[str], ours: Readings) -> str:
 
 def _bar(check: Check, base: str) -> Bar:
     """What the check's level or difference is held against."""
+    if check.runs == (base,) and check.quantity in EXCESSES:
+        return Bar(BASE)
     if check.quantity in EXCESSES:
-        return Bar(BASE) if check.runs == (base,) else Bar(SHARES[check.kind], (base, "excess"))
+        return Bar(SHARES[check.kind], (base, "excess"))
     if len(check.runs) == 1:
-        return Bar(as_judged(BARS)[check.quantity])
+        bars = as_judged(BARS)
+        return Bar(bars[check.quantity])
     if check.kind == "more":
         return ZERO
+    share = SHARES[check.kind]
     if check.quantity in RATIOS:
-        return Bar(math.log(1 + SHARES[check.kind]))
-    return Bar(SHARES[check.kind], (check.runs[1], check.quantity))
+        return Bar(math.log(1 + share))
+    _, other = check.runs
+    return Bar(share, (other, check.quantity))
 
 
 def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
     """No effect beyond the margin: a one-sided test per side (TOST). Surely beyond, it fails."""
     check = outcome.check
-    passes, within, outside = outcome.bar, True, False
-    # Distance to the margin on each side, against the reach of a one-sided 95 % interval.
+    within = True
+    outside = False
+    passes = outcome.bar
     for side in SIDES[check.kind]:
-        beyond = ours.estimate(check.runs, check.quantity, replace(bar, size=side * bar.size))
-        room, reach = -side * beyond.mean, beyond.reach(1 - LEVEL)
+        margin = replace(bar, size=side * bar.size)
+        beyond = ours.estimate(check.runs, check.quantity, margin)
+        room = -side * beyond.mean  # how far the estimate is from the margin
+        reach = beyond.reach(1 - LEVEL)  # of a one-sided 95 % interval
         within = within and room > reach
         outside = outside or room <= -reach
         passes = min(passes, outcome.bar - reach)
@@ -256,12 +278,13 @@ def _lacking(check: Check, ours: Readings) -> str:
         runs = ours.seeds(name)
         if len(runs) < ours.least:
             return MISSING
+        # There are runs enough, but not enough of them hold the quantity.
         if len(ours.values(name, quantity)) < ours.least:
             if quantity != "onset" and None not in runs.values():
                 return MISSING
             state = OPEN
     # Two runs are compared seed by seed.
-    paired = set.intersection(*[set(ours.values(name, check.quantity)) for name in check.runs])
+    paired = ours.paired(check.runs, check.quantity)
     if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING
     return state
@@ -274,24 +297,28 @@ def _dead(check: Check, ours: Readings) -> str:
     """
     words = []
     for name in check.runs:
-        dead = []
+        dead = set()
         for live in READS.get(check.quantity, ()):
-            shares = ours.values(name, live)
-            dead += [seed for seed in shares if shares[seed] == 0]
+            for seed, share in ours.values(name, live).items():
+                if share == 0:  # of the heads that are live
+                    dead.add(seed)
         if dead:
-            seeds = ", ".join(str(seed) for seed in sorted(set(dead)))
+            seeds = ", ".join(map(str, sorted(dead)))
             words.append(f"dead block in {name}, seed {seeds}")
     return "; ".join(words)
 
 
 def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
     """Both a sink and a large element after block 1, or neither; with one of the two it fails."""
-    sink = judge(replace(check, kind="present"), ours, corrected)
-    element = judge(replace(check, kind="present", quantity="element_1"), ours, corrected)
+    of_sink = replace(check, kind="present")
+    of_element = replace(of_sink, quantity="element_1")
+    sink = judge(of_sink, ours, corrected)
+    element = judge(of_element, ours, corrected)
     if element.state == MISSING:
         return CheckOutcome(check)
-    decided = OPEN not in (sink.state, element.state)
-    alike = sink.state == element.state
-    state = _state(check.kind, decided and alike, decided and not alike)
+    state = OPEN
+    if OPEN not in (sink.state, element.state):
+        alike = sink.state == element.state
+        state = _state(check.kind, alike, not alike)
     words = f"sink: {sink.state}, large element: {element.state}"
     return CheckOutcome(check, state, words=words, tests=sink.tests + element.tests)

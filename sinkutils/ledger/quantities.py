@@ -89,7 +89,8 @@ QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 # Whose attention a quantity reads: that of block 1, of the later blocks, or of all. A loss, or the
 # norm or element of a state, needs no live head. live_1 is the share of live heads in block 1,
 # live_later the least such share of a later block.
-READS: dict[str, tuple[str, ...]] = dict.fromkeys((*EXCESSES, "key", "value"), ("live_later",))
+READS: dict[str, tuple[str, ...]] = dict.fromkeys(EXCESSES, ("live_later",))
+READS |= dict.fromkeys(("key", "value"), ("live_later",))
 READS |= dict.fromkeys(("onset", "gathered"), ("live_1", "live_later"))
 READS["block_1"] = ("live_1",)
 
@@ -102,33 +103,43 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
     training text too. A model that overfits may end worse than a uniform guess on other text, and
     has not failed.
     """
-    final, window = metrics["final"], config["model"]["attention"]["window"]
-    loss = min(final.get(name, math.inf) for name in ("valid_loss", "train_loss"))
-    if metrics["status"] == "failed" or loss >= STUCK * math.log(config["model"]["vocab_size"]):
+    if metrics["status"] == "failed":
         return None
-    curve = metrics["curve"] or [final]
-    steps = np.array([point["step"] for point in curve])
-    steps = steps / max(1, steps[-1])  # as shares
+    final = metrics["final"]
+    model = config["model"]
     numbers = {"valid_loss": final["valid_loss"]}
-    numbers["turn"] = steps[np.argmin([point["valid_loss"] for point in curve])]
+    least_loss = final["valid_loss"]
     if "train_loss" in final:
         numbers["gap"] = final["valid_loss"] - final["train_loss"]
-    onset = 0
+        least_loss = min(least_loss, final["train_loss"])
+    loss_of_a_guess = math.log(model["vocab_size"])
+    if least_loss >= STUCK * loss_of_a_guess:
+        return None
+    curve = metrics["curve"] or [final]
+    # Where on the way, as a share of the steps, the validation loss was least.
+    steps = np.array([point["step"] for point in curve])
+    steps = steps / max(1, steps[-1])
+    valid_losses = [point["valid_loss"] for point in curve]
+    numbers["turn"] = steps[np.argmin(valid_losses)]
+    onset = 0  # the point after the last one below the threshold
     for i, point in enumerate(curve):
         if point["sink_1"] < ONSET:
             onset = i + 1
     if onset < len(curve):
         numbers["onset"] = steps[onset]
     if "report" in final:
-        numbers |= _of_report(final["report"], window)
+        report = final["report"]
+        window = model["attention"]["window"]
+        numbers |= _of_report(report, window)
         if alpha is not None and alpha.shape[2] > 1:
-            numbers |= _of_course(alpha, steps, final["report"], window)
+            numbers |= _of_course(alpha, steps, report, window)
     if "gradient_norms" in curve[-1]:
         numbers |= _of_tuning(curve)
-    reached = []
-    for row in final.get("gradients", {}).get("input", ()):
-        if any(row[1:GRADIENTS]):
-            reached.append(row[:GRADIENTS])
+    gradients = final.get("gradients", {}).get("input", ())  # (L, T - 1)
+    reached = []  # the blocks of which a gradient reaches more than x_1
+    for norms in gradients:
+        if any(norms[1:GRADIENTS]):
+            reached.append(norms[:GRADIENTS])
     if reached:
         numbers["gathered"] = np.median(norm_ratio(reached))
     return as_judged(numbers)
@@ -150,7 +161,8 @@ def _of_report(report: Json, window: int | None) -> Numbers:
 
     The last block's output is the prediction.
     """
-    found, length = by_block(report, window), report["T"]
+    found = by_block(report, window)
+    length = report["T"]
     numbers = {}
     for name, values in found.items():
         if name.startswith("excess"):
@@ -164,12 +176,15 @@ def _of_report(report: Json, window: int | None) -> Numbers:
         alpha = np.mean(report["alpha"][0], axis=1)  # (L,), of the first token
         shown = _later(alpha) * length / seen
         numbers["visible"] = excess(shown, uniform_alpha(seen))
+    # Large states: of blocks before the last. `initial` is for a model of one block.
     if "element" in found:
         numbers["element_1"] = found["element"][0]
         numbers["element"] = found["element"][:-1].max(initial=0)
     for name in ("hidden", "before_norm"):
-        if f"{name}_ratio" in found:
-            numbers[name] = found[f"{name}_ratio"][:-1].max(initial=0)
+        ratios = found.get(f"{name}_ratio")
+        if ratios is not None:
+            numbers[name] = ratios[:-1].max(initial=0)
+    # Small keys and values: in the later block whose sink is the strongest.
     later = found["excess_1"][1:]
     if len(later) > 0 and "key_ratio" in found:
         strongest = 1 + later.argmax()
@@ -180,14 +195,17 @@ def _of_report(report: Json, window: int | None) -> Numbers:
 
 def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int | None) -> Numbers:
     """What training added. The last target of a model with a key of its own is that key."""
-    later = alpha.mean(axis=3)[:, :, 1:].astype(float).mean(axis=2)  # (evaluations, targets)
-    course = excess(later[:, 0], uniform_alpha(report["T"], 1, window))
-    early = np.searchsorted(steps, 0.1, side="right") - 1
+    blocks = alpha.mean(axis=3).astype(float)  # (evaluations, targets, blocks)
+    later = blocks[:, :, 1:].mean(axis=2)  # (evaluations, targets)
+    even = uniform_alpha(report["T"], 1, window)
+    course = excess(later[:, 0], even)  # of the first token
+    early = np.searchsorted(steps, 0.1, side="right") - 1  # the last point of the first tenth
     numbers = {"highest": course.max()}
     numbers["learned"] = course[-1] - course[0]
     numbers["late"] = course[-1] - course[early]
     if report.get("alpha_star"):
-        star = excess(later[:, -1], uniform_alpha(report["T"], "star", window))
+        even = uniform_alpha(report["T"], "star", window)
+        star = excess(later[:, -1], even)
         numbers["learned_star"] = star[-1] - star[0]
     return numbers
 

@@ -57,11 +57,14 @@ class Readings:
 
     def fresh(self) -> Readings:
         """The part that came after the claims of ours."""
-        first = FRESH.get(self.preset, 0)
-        runs: dict[str, Seeds] = {}
+        first = FRESH.get(self.preset, 0)  # 0: all seeds
+        fresh: dict[str, Seeds] = {}
         for name, seeds in self.runs.items():
-            runs[name] = {seed: run for seed, run in seeds.items() if seed >= first}
-        return Readings(self.preset, runs, self.least, self)
+            fresh[name] = {}
+            for seed, run in seeds.items():
+                if seed >= first:
+                    fresh[name][seed] = run
+        return Readings(self.preset, fresh, self.least, whole=self)
 
     def seeds(self, name: str) -> Seeds:
         """The runs of an experiment by seed."""
@@ -75,6 +78,10 @@ class Readings:
                 values[seed] = run[quantity]
         return values
 
+    def paired(self, names: Sequence[str], quantity: str) -> set[int]:
+        """The seeds of which each of these experiments holds a quantity."""
+        return set.intersection(*[set(self.values(name, quantity)) for name in names])
+
     def estimate(self, runs: Sequence[str], quantity: str, bar: Bar = ZERO) -> Estimate:
         """The mean of an experiment, less that of the second if there is one, less the bar.
 
@@ -85,22 +92,28 @@ class Readings:
         variance is that of all its seeds, also where only fresh ones are judged.
         """
         whole = self.whole or self
-        seeds = set.intersection(*[set(self.values(name, quantity)) for name in runs])
-        # The weight of each seed in the sum, by experiment and quantity.
+        seeds = self.paired(runs, quantity)
+        # The estimate is a weighted sum of values. The weight of each seed, by experiment and
+        # quantity:
         weights: dict[tuple[str, str], Any] = defaultdict(Counter)
         for name, sign in zip(runs, (1, -1), strict=False):
             for seed in seeds:
                 weights[name, quantity][seed] += sign / len(seeds)
-        mean = 0.0 if bar.of else -bar.size
-        if bar.of:
+        # The bar is subtracted: a number, or a share of a mean over seeds of its own.
+        mean = 0.0
+        if bar.of is None:
+            mean -= bar.size
+        else:
             measure = whole.values(*bar.of)
             for seed in measure:  # a seed of the difference may be among them
                 weights[bar.of][seed] -= bar.size / len(measure)
         # The sum of weight * value, and of each setting's variance * weight^2.
-        variances, freedoms = [], []
-        for key, by_seed in weights.items():
-            values = whole.values(*key)
-            variance, freedom = moderated([*values.values()], self.prior(key[1]))
+        variances = []
+        freedoms = []
+        for (name, measured), by_seed in weights.items():
+            values = whole.values(name, measured)
+            prior = self.prior(measured)
+            variance, freedom = moderated([*values.values()], prior)
             squares = 0.0
             for seed, weight in by_seed.items():
                 mean += weight * values[seed]
@@ -108,7 +121,8 @@ class Readings:
             variances.append(squares * variance)
             freedoms.append(freedom)
         error = math.sqrt(sum(variances))
-        return Estimate(mean, error, welch(variances, freedoms), len(seeds))
+        freedom = welch(variances, freedoms)
+        return Estimate(mean, error, freedom, len(seeds))
 
     def prior(self, quantity: str) -> Prior:
         """The variance that all experiments have in common."""
@@ -143,9 +157,13 @@ def label(name: str, preset: str) -> str:
 
 def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
     """The records of a preset. Raises ValueError for an unknown preset."""
+    find_preset(preset)
     store = Runs(folder)
-    sums = sorted((store.folder / find_preset(preset).name).glob(f"*/*/{SUMS}"))
-    return _readings(preset, store, tuple((path, path.stat().st_mtime_ns) for path in sums))
+    # What changes when a record does: they are read again then.
+    state = []
+    for path in sorted((store.folder / preset).glob(f"*/*/{SUMS}")):
+        state.append((path, path.stat().st_mtime_ns))
+    return _readings(preset, store, tuple(state))
 
 
 @lru_cache(maxsize=4)
@@ -155,14 +173,16 @@ def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> 
         if record.status not in ("done", "failed"):
             continue
         curve = record.arrays.get("curve")
+        alpha = None if curve is None else curve.numpy()
         metrics: Json = {**record.metrics}
-        numbers = of_run(record.config, metrics, None if curve is None else curve.numpy())
-        runs.setdefault(record.experiment, {})[record.seed] = numbers
+        seeds = runs.setdefault(record.experiment, {})
+        seeds[record.seed] = of_run(record.config, metrics, alpha)
     if store.folder == paths.RUNS:
         # What was measured on the weights that some records keep (benchmarks/trials.py).
-        for row in pd.read_csv(paths.LEDGER / "trials.csv").itertuples():
+        trials = pd.read_csv(paths.LEDGER / "trials.csv")
+        for row in trials[trials.preset == preset].itertuples():
             numbers = runs.get(row.experiment, {}).get(row.seed)
-            if row.preset == preset and numbers is not None:
+            if numbers is not None:
                 numbers |= as_judged({row.quantity: row.value})
     return Readings(preset, runs, LEAST_SEEDS.get(preset, 3))
 
@@ -174,4 +194,7 @@ def real_models() -> dict[tuple[str, str], tuple[float, float]]:
     A number as the two ends of its interval, which are one where there is none.
     """
     table = pd.read_csv(paths.LEDGER / "real_models.csv")
-    return {(row.model, row.question): (row.low, row.high) for row in table.itertuples()}
+    intervals = {}
+    for row in table.itertuples():
+        intervals[row.model, row.question] = (row.low, row.high)
+    return intervals

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import eq
 
 import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
@@ -56,7 +57,8 @@ class Estimate:
         """The two-sided p-value of zero."""
         if self.error == 0:
             return float(self.mean == 0)
-        return float(2 * stdtr(self.freedom, -abs(self.mean) / self.error))
+        t = abs(self.mean) / self.error
+        return float(2 * stdtr(self.freedom, -t))
 
 
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
@@ -68,7 +70,8 @@ def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     d0, s0_squared, most = prior
     s_squared = float(np.var(values, ddof=1))
     variance = (d0 * s0_squared + d * s_squared) / (d0 + d)
-    return variance, max(d, min(d0 + d, most))
+    freedom = min(d0 + d, most)  # all settings together have no more
+    return variance, max(d, freedom)
 
 
 def welch(variances: Sequence[float], freedoms: Sequence[float]) -> float:
@@ -88,13 +91,16 @@ def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float
     By chance two verdicts are alike as often as the lists' frequencies say; kappa is what lies
     beyond, as a share of what could: (share - chance) / (1 - chance).
     """
-    share = float(np.mean(np.asarray(first) == np.asarray(second)))
-    a, b = Counter(first), Counter(second)
+    n = len(first)
+    share = sum(map(eq, first, second)) / n
+    counts = Counter(first)
+    others = Counter(second)
     chance = 0.0
-    for verdict in a:
-        chance += a[verdict] / len(first) * b[verdict] / len(second)
-    kappa = (share - chance) / (1 - chance) if chance < 1 else math.nan
-    return share, chance, kappa
+    for verdict in counts:
+        chance += counts[verdict] / n * others[verdict] / n
+    if chance >= 1:  # both lists say one thing throughout
+        return share, chance, math.nan
+    return share, chance, (share - chance) / (1 - chance)
 
 
 def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
@@ -104,21 +110,26 @@ def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
     seeds; what it scatters beyond is that of the true variances, trigamma(d0 / 2).
     """
     several = [sample for sample in samples if len(sample) > 1]
-    variances = np.array([np.var(sample, ddof=1) for sample in several])
-    freedoms = np.array([len(sample) - 1.0 for sample in several])
-    together = float(freedoms.sum())
-    if len(variances) < LEAST_SETTINGS or not (variances > 0).any():
+    s_squared = np.array([np.var(sample, ddof=1) for sample in several])
+    d = np.array([len(sample) - 1.0 for sample in several])
+    together = float(d.sum())
+    positive = s_squared[s_squared > 0]
+    if len(s_squared) < LEAST_SETTINGS or len(positive) == 0:
         return 0.0, 0.0, together
     # A variance of exactly nothing would have no logarithm.
-    logs = np.log(np.maximum(variances, 1e-5 * np.median(variances[variances > 0])))
+    logs = np.log(np.maximum(s_squared, 1e-5 * np.median(positive)))  # log s^2
     # E log s^2 = log sigma^2 + digamma(d/2) - log(d/2).
-    centred = logs - digamma(freedoms / 2) + np.log(freedoms / 2)
-    beyond = float(np.var(centred, ddof=1) - polygamma(1, freedoms / 2).mean())
+    centred = logs - digamma(d / 2) + np.log(d / 2)
+    # What log s^2 scatters, less what it would if all settings had one variance.
+    scatter = np.var(centred, ddof=1)
+    by_few_seeds = polygamma(1, d / 2).mean()
+    beyond = float(scatter - by_few_seeds)
     if beyond <= 0:
         return SURE, float(np.exp(centred.mean())), together
     d0 = 2 * inverse_trigamma(beyond)
-    s0_squared = np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))
-    return d0, float(s0_squared), together
+    # The mean of log s^2, as an estimate of log s0^2: corrected for d0 as above for d.
+    log_s0_squared = centred.mean() + digamma(d0 / 2) - math.log(d0 / 2)
+    return d0, float(np.exp(log_s0_squared)), together
 
 
 def inverse_trigamma(x: float) -> float:
@@ -126,5 +137,6 @@ def inverse_trigamma(x: float) -> float:
     y = 0.5 + 1 / x
     for _ in range(50):
         value = float(polygamma(1, y))
-        y += value * (1 - value / x) / float(polygamma(2, y))
+        slope = float(polygamma(2, y))
+        y += value * (1 - value / x) / slope
     return y

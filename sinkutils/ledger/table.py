@@ -11,7 +11,7 @@ import pandas as pd
 from sinkutils.checks import require
 from sinkutils.ledger.claims_file import REAL, read_claims
 from sinkutils.ledger.judge import FAILS, HOLDS, MISSING, OPEN, Judged, judge_claims
-from sinkutils.ledger.quantities import QUANTITIES, RATIOS
+from sinkutils.ledger.quantities import RATIOS
 from sinkutils.ledger.readings import Readings, readings
 from sinkutils.study.record import Folder
 
@@ -36,24 +36,30 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
     """
     ours = readings(preset, folder)
     rows = []
-    for one in _all_judged(ours, corrected):
-        read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
-        levels, intervals = [], []
-        for outcome in one.outcomes:
+    for judged in _all_judged(ours, corrected):
+        # The runs that the checks read, by quantity; a dict for each, as a set has no order.
+        read: dict[str, dict[str, None]] = {}
+        levels = []
+        intervals = []
+        for outcome in judged.outcomes:
             check = outcome.check
-            if check.quantity in QUANTITIES:
-                read.setdefault(check.quantity, {}).update(dict.fromkeys(check.runs))
+            if check.kind in REAL:
+                (model,) = check.runs
+                levels.append(f"{model} {check.quantity} {outcome.words}")
             else:
-                levels.append(f"{check.runs[0]} {check.quantity} {outcome.words}")
+                runs = read.setdefault(check.quantity, {})
+                runs |= dict.fromkeys(check.runs)
+        # The levels behind the checks, each run's once though several checks read it.
         for quantity, runs in read.items():
             level, interval = _levels(quantity, runs, ours)
             levels.append(f"{quantity}: {level}")
             intervals.append(f"{quantity}: {interval}")
-        row = vars(one.claim) | {"verdict": one.verdict, "reason": _reasons(one)}
+        row = vars(judged.claim) | {"verdict": judged.verdict, "reason": _reasons(judged)}
         row["ours"] = "; ".join(levels)
         row["interval"] = "; ".join(intervals)
-        row["checks"] = _tally(one)
-        for outcome in one.outcomes:
+        row["checks"] = _tally(judged)
+        # The effect of the first check that has a number.
+        for outcome in judged.outcomes:
             estimate = outcome.estimate
             if estimate.seeds:
                 row |= {"effect": estimate.mean, "low": estimate.low, "high": estimate.high}
@@ -75,13 +81,16 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """
     rows = []
     ours = readings(preset, folder)
-    for one in _all_judged(ours):
-        for number, outcome in enumerate((*one.outcomes, *one.premises)):
-            check, estimate = outcome.check, outcome.estimate
-            row = {"id": one.claim.id, "premise": number >= len(one.outcomes)}
-            row |= vars(check) | vars(outcome) | vars(estimate)
+    for judged in _all_judged(ours):
+        for number, outcome in enumerate((*judged.outcomes, *judged.premises)):
+            check = outcome.check
+            estimate = outcome.estimate
+            row = vars(check) | vars(outcome) | vars(estimate)
+            row["id"] = judged.claim.id
+            row["premise"] = number >= len(judged.outcomes)
             if estimate.seeds:
-                row["prior"] = ours.prior(check.quantity)[0]
+                d0, _, _ = ours.prior(check.quantity)
+                row["prior"] = d0
             row["runs"] = ", ".join(check.runs)
             row |= {"low": estimate.low, "high": estimate.high}
             rows.append(row)
@@ -95,8 +104,8 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
     """
     known = [claim.id for claim in read_claims()]
     require(id in known, f"no claim {id!r} in data/claims.yaml")  # before 600 records are read
-    table = claims(preset, folder)
-    row = table[table.id == id].iloc[0]
+    table = claims(preset, folder).set_index("id")
+    row = table.loc[id]
     return f"{row.verdict} ({row.checks})" if row.checks else row.verdict
 
 
@@ -110,12 +119,17 @@ def _tally(judged: Judged) -> str:
     states = [outcome.state for outcome in judged.outcomes]
     parts = []
     for state in (HOLDS, FAILS, OPEN, MISSING):
-        if count := states.count(state):
-            parts.append(f"{count} {state if count == 1 else state.removesuffix('s')}")
+        count = states.count(state)
+        verb = state if count == 1 else state.removesuffix("s")
+        if count:
+            parts.append(f"{count} {verb}")
     # A claim whose checks all hold may still be open: it rests on another that is.
     if any(premise.state != HOLDS for premise in judged.premises):
         parts.append("a premise is open")
-    models = {outcome.check.runs for outcome in judged.outcomes if outcome.check.kind in REAL}
+    models = set()
+    for outcome in judged.outcomes:
+        if outcome.check.kind in REAL:
+            models.add(outcome.check.runs)
     if models:  # finished ones, which cannot speak for all
         parts.append(f"in {len(models)} real models")
     return ", ".join(parts)
@@ -125,19 +139,24 @@ def _reasons(judged: Judged) -> str:
     """What is said of the checks that stay open, each once."""
     reasons: dict[str, None] = {}
     for outcome in (*judged.outcomes, *judged.premises):
-        if outcome.state == OPEN and outcome.check.kind not in REAL and outcome.words:
+        ours = outcome.check.kind not in REAL  # a real model's words are its number
+        if outcome.state == OPEN and ours and outcome.words:
             reasons |= dict.fromkeys(outcome.words.split("; "))
     return "; ".join(reasons)
 
 
 def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, str]:
     """Each run's level, and its 95 % interval, as text."""
-    levels, intervals = [], []
+    levels = []
+    intervals = []
     for run in runs:
-        if len(ours.values(run, quantity)) > 1:
-            estimate = ours.estimate((run,), quantity)
-            numbers = [estimate.mean, estimate.low, estimate.high]
-            mean, low, high = np.exp(numbers) if quantity in RATIOS else numbers
-            levels.append(f"{run} {mean:.3g}")
-            intervals.append(f"{run} {low:.3g} to {high:.3g}")
+        if len(ours.values(run, quantity)) < 2:  # too few for an interval
+            continue
+        estimate = ours.estimate((run,), quantity)
+        numbers = np.array([estimate.mean, estimate.low, estimate.high])
+        if quantity in RATIOS:
+            numbers = np.exp(numbers)
+        mean, low, high = numbers
+        levels.append(f"{run} {mean:.3g}")
+        intervals.append(f"{run} {low:.3g} to {high:.3g}")
     return ", ".join(levels), ", ".join(intervals)

@@ -224,7 +224,8 @@ def _out_and_weights(
         q = q.to(wide)
         k = k.to(wide)
         added, hidden = added_to_logits(q, k, spec, distance_bias)
-        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij, (B, H, T, S)
+        products = q @ k.mT * q.shape[-1] ** -0.5  # <q_i, k_j> / sqrt(D), (B, H, T, S)
+        logits = products + added  # s_ij
         weights = normalise(logits, ~hidden, spec)
         out = weights @ v.to(weights.dtype)
     return out.to(v.dtype), weights.to(v.dtype)
@@ -276,10 +277,10 @@ def prepared(
         sink = extras.sink_logit
         if sink is None:
             sink = q.new_zeros(q.shape[1])
-        wider = q.shape[-1] + 1
-        q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
-        last = sink * wider**0.5  # k* in the new dimension, (H,)
-        star = F.pad(last[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
+        D = q.shape[-1]
+        q = q * ((D + 1) / D) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
+        last = sink * (D + 1) ** 0.5  # k* in the new dimension, (H,)
+        star = F.pad(last[:, None], (D, 0)).to(q.dtype)  # (H, D + 1)
         q = F.pad(q, (0, 1), value=1.0)
         k = F.pad(k, (0, 1))
         v = F.pad(v, (0, 1))
@@ -307,8 +308,9 @@ def added_to_logits(
     if distance_bias is not None:
         # g(i - j) is constant along diagonals, so its rows are windows on one line of it. Their
         # backward is a sum, not a scatter.
-        distances = torch.arange(1 - length, length, device=q.device).clamp(min=0)
-        line = distance_bias[:, distances]
+        distances = torch.arange(1 - length, length, device=q.device)
+        # Keys after the query, which are hidden, may have any number: that of distance 0.
+        line = distance_bias[:, distances.clamp(min=0)]  # (1 or H, 2 T - 1)
         rows = line.unfold(-1, length, 1).flip(-1)  # (1 or H, T, T)
         added = added + F.pad(rows, (star, 0))  # k* has no position
     if not spec.hidden_is_zero:
@@ -320,8 +322,8 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
     """bias (H, D), or zero, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
     if bias is None:
         return F.pad(x, (0, 0, 1, 0))
-    first = bias.to(x.dtype)[None, :, None]  # (1, H, 1, D)
-    return torch.cat([first.expand(len(x), -1, -1, -1), x], dim=2)
+    first = bias.to(x.dtype)[:, None].expand(len(x), -1, -1, -1)  # (B, H, 1, D)
+    return torch.cat([first, x], dim=2)
 
 
 def halves(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,9 +332,9 @@ def halves(q: Tensor) -> tuple[Tensor, Tensor]:
     A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their
     number in 1/sqrt(D).
     """
-    odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1
-    wider = q * 2**0.5
-    return wider.masked_fill(odd, 0), wider.masked_fill(~odd, 0)
+    odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1  # (D,)
+    longer = q * 2**0.5
+    return longer.masked_fill(odd, 0), longer.masked_fill(~odd, 0)
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
@@ -344,7 +346,8 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        sim = (logits - peak).exp() - (-peak).exp()
+        one = (-peak).exp()  # the 1 of e^s - 1, divided too
+        sim = (logits - peak).exp() - one
         sim = sim.masked_fill(~seen, 0)
         total = sim.abs().sum(-1, keepdim=True)
         return spec.scale * divide(sim.relu(), total)
@@ -364,8 +367,10 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
     if spec.similarity not in LOGARITHMS:
         sim = spec.f(logits)
         if spec.normalizer == "p_norm":
-            sim = divide(sim, sim.amax(-1, keepdim=True).detach())
+            peak = sim.amax(-1, keepdim=True).detach()
+            sim = divide(sim, peak)
         return sim, sim.new_ones(())
+    # f / max f as exp(log f - max log f), so that neither overflows.
     logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
     peak = peak.masked_fill(~peak.isfinite(), 0)  # a row that sees nothing
@@ -395,7 +400,8 @@ def normalizer(
 def _power(x: Tensor, p: float) -> Tensor:
     """x^p of x >= 0, with no gradient where x is 0."""
     positive = x > 0
-    return torch.where(positive, x, 1).pow(p).masked_fill(~positive, 0)
+    base = torch.where(positive, x, 1)  # whose power has a finite gradient everywhere
+    return base.pow(p).masked_fill(~positive, 0)
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:
@@ -403,14 +409,15 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
     if total is None:
         return sim
     empty = total == 0
-    return (sim / total.masked_fill(empty, 1)).masked_fill(empty, 0)
+    share = sim / total.masked_fill(empty, 1)
+    return share.masked_fill(empty, 0)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     require(
-        shapes == 3 * [shapes[0]] and q.ndim == 4 and q.shape[2] >= 1,
+        q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
     _, heads, length, head_dim = q.shape
@@ -434,10 +441,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
             )
     if extras.distance_bias is not None:
         shape = tuple(extras.distance_bias.shape)
-        if len(shape) != 2 or shape[0] not in (1, heads) or shape[1] < length:
-            raise ValueError(
-                f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}"
-            )
+        require(
+            len(shape) == 2 and shape[0] in (1, heads) and shape[1] >= length,
+            f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}",
+        )
 
 
 # ---- positions (Appendix A): added to h or to the logits, or rotating q and k
@@ -453,17 +460,15 @@ def absolute_embedding(length: int, hidden_size: int) -> Tensor:
 def relative_buckets(length: int) -> Tensor:
     """T5's bucket of distances 0..length-1, (length,) int64.
 
-    Exact up to B/2, logarithmic up to D, then B - 1.
-
-    Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled
-    logarithm; Eq. 6 prints the floor before the factor B/2, which puts all distances from B/2 to D
-    - 1 in one bucket.
+    Exact up to B/2, logarithmic up to D, then B - 1. Not quite g of Eq. 6: T5, and the authors'
+    code with it, takes the floor of the scaled logarithm; Eq. 6 prints the floor before the factor
+    B/2, which puts all distances from B/2 to D - 1 in one bucket.
     """
     distance = torch.arange(length)
     exact = NUM_BUCKETS // 2
     farther = distance.clamp(min=1).double() / exact
     ratio = torch.log(farther) / math.log(MAX_DISTANCE / exact)
-    coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()
+    coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()  # the floor
     coarse = coarse.clamp(max=NUM_BUCKETS - 1)
     return torch.where(distance < exact, distance, coarse)
 

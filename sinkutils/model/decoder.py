@@ -26,9 +26,9 @@ from sinkutils import checks
 from sinkutils.checks import choice, short
 from sinkutils.model import attention, fast
 from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
+from sinkutils.model.norms import NORMS, RMSNorm
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
-GATE_RANK = 16
 Tables = dict[str, Tensor]  # of positions, by name: see `position_tables`
 
 # Table 11. Those that end in "glu" are gated; the others keep the width, so have fewer parameters.
@@ -46,7 +46,7 @@ MODEL_CHOICES = {
     "ffn": tuple(FFNS),
     "head_merge": ("concat", "add"),
     "gate": ("none", "head", "element"),
-    "normalization": ("rms", "dyt", "gated"),
+    "normalization": tuple(NORMS),
 }
 
 
@@ -87,6 +87,7 @@ class LMConfig:
             raise ValueError(
                 f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
             )
+        # Into how many equal parts the dimensions of a head are cut.
         parts = 1
         if self.position == "rotary":  # turns the halves of a head
             parts *= 2
@@ -124,47 +125,9 @@ class LMConfig:
         return self.hidden_size // self.num_heads
 
 
-class RMSNorm(nn.RMSNorm):
-    """LN of Section 3.1: h / RMS(h) * g, with g in the precision of h."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=1e-5)
-
-
-class DyT(nn.Module):
-    """tanh(alpha h) * g in place of a norm (Zhu et al. 2025)."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.ones(1))
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        bounded = torch.tanh(self.alpha.to(x.dtype) * x)
-        return bounded * self.weight.to(x.dtype)
-
-
-class GatedNorm(RMSNorm):
-    """y * sigmoid(W_up silu(W_down y)) with y = RMSNorm(h) and rank 16 (Qiu et al. 2026)."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.down = nn.Linear(size, GATE_RANK, bias=False)
-        self.up = nn.Linear(GATE_RANK, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        gate: Tensor = self.up(F.silu(self.down(y)))
-        return y * gate.sigmoid().to(y.dtype)
-
-
 def norm_layer(config: LMConfig) -> nn.Module:
     """A norm of whole hidden states, by the config's kind."""
-    if config.normalization == "dyt":
-        return DyT(config.hidden_size)
-    if config.normalization == "gated":
-        return GatedNorm(config.hidden_size)
-    return RMSNorm(config.hidden_size)
+    return NORMS[config.normalization](config.hidden_size)
 
 
 class Attention(nn.Module):
@@ -217,6 +180,7 @@ class Attention(nn.Module):
         # at a time.
         qkv = self.qkv(x).view(B, T, 3, config.num_heads, config.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
+        # The values shrink where they are small: v_j r / (r + c).
         if config.value_scale:
             wide = v.to(torch.promote_types(v.dtype, torch.float32))
             squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
@@ -224,6 +188,7 @@ class Attention(nn.Module):
             c = expected * self.value_scale.exp()[:, None, None]
             share = squared / (squared + c)
             v = v * share.to(v.dtype)
+        # Queries and keys: normed, then rotated.
         if config.qk_norm:
             q = self.query_norm(q)
             k = self.key_norm(k)
@@ -234,15 +199,18 @@ class Attention(nn.Module):
             sin = tables["sin"]
             q = attention.rotate(q, cos, sin).to(v.dtype)
             k = attention.rotate(k, cos, sin).to(v.dtype)
+        # The operation itself.
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
         out = fast.attention_output(q, k, v, spec, **extras)  # (B, H, T, D)
+        # Each head's output: normed, gated, and merged with the others'.
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate != "none":
             gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
-            out = out * gate.transpose(1, 2).sigmoid()
+            gate = gate.transpose(1, 2)  # (B, H, T, 1 or D)
+            out = out * gate.sigmoid()
         if config.head_merge == "add":
             merged = out.sum(dim=1)  # (B, T, D)
         else:
@@ -256,7 +224,8 @@ class Attention(nn.Module):
         head_dim = self.config.head_dim
         extras: dict[str, Any] = {}
         if spec.has_key_bias:
-            whole = F.pad(self.key_bias, (0, head_dim - self.key_bias.shape[1]))
+            learned = self.key_bias.shape[1]  # d_a
+            whole = F.pad(self.key_bias, (0, head_dim - learned))
             extras["key_bias"] = whole.expand(heads, -1).to(dtype)
         if spec.bias in ("kv", "v"):
             extras["value_bias"] = self.value_bias.expand(heads, -1).to(dtype)
@@ -276,7 +245,8 @@ class Attention(nn.Module):
             extras["distance_bias"] = tables["distance_bias"].T
         if "buckets" in tables:  # its values keep their precision, as the tables do
             wide = torch.promote_types(dtype, torch.float32)
-            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(wide)
+            by_distance = self.bucket_bias[:, tables["buckets"]]  # (H, T)
+            extras["distance_bias"] = by_distance.to(wide)
         return extras
 
 
@@ -391,6 +361,7 @@ class TransformerLM(nn.Module):
         """
         config = self.config
         for name, parameter in self.named_parameters():
+            # The standard deviation, by the parameter's name.
             kind = name.rsplit(".", 1)[-1]
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
@@ -400,6 +371,7 @@ class TransformerLM(nn.Module):
                 std = 0.1
             elif name.endswith("ffn.down.weight") and config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / config.num_layers
+            # The few that start at a number of their own, and the random ones.
             if kind == "value_scale":  # log of c over the expected |v|^2
                 parameter.zero_()
             elif kind == "embedding_scale":
@@ -423,6 +395,7 @@ class TransformerLM(nn.Module):
     def hidden(self, ids: Tensor, observer: Any = None) -> Tensor:
         """The normed output of the last block, (B, T, d): what the unembedding reads."""
         check_ids(ids, self.config)
+        # h^0: the embeddings, x* in front if there is one, and what a position adds.
         h = self.embed(ids)
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
@@ -437,10 +410,12 @@ class TransformerLM(nn.Module):
             h = h + tables["added"].to(h.dtype)
         if observer is not None:
             observer.embedding(h)
+        # h^l of each block.
         for layer, block in enumerate(self.blocks):
             h, before = block(h, tables, observer)
             if observer is not None:
                 observer.block(layer, h, before)
+        # x* predicts no token.
         if self.config.sink_token:
             h = h[:, 1:]
         return self.norm(h)  # type: ignore[no-any-return]
@@ -473,10 +448,11 @@ def position_tables(config: LMConfig, length: int) -> Tables:
     if config.position == "relative_learned":
         return {"buckets": attention.relative_buckets(length)}
     if config.position == "relative":
-        return {"distance_bias": attention.relative_buckets(length).float()[:, None]}
+        buckets = attention.relative_buckets(length).float()
+        return {"distance_bias": buckets[:, None]}  # (T, 1)
     if config.position == "alibi":
         slopes = attention.alibi_slopes(config.num_heads)
-        return {"distance_bias": -torch.arange(length)[:, None] * slopes}
+        return {"distance_bias": -torch.arange(length)[:, None] * slopes}  # (T, H)
     return {}
 
 
@@ -486,15 +462,19 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         return
     longest = config.context_length
     last = config.vocab_size - 1
-    valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
-    valid = valid and len(ids) > 0 and 1 <= ids.shape[1] <= longest
+    valid = isinstance(ids, Tensor) and ids.ndim == 2
+    if valid:
+        B, T = ids.shape
+        is_integer = ids.dtype in (torch.int64, torch.int32)
+        valid = is_integer and B > 0 and 1 <= T <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
     # itself refuses bad ids.
     if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
         low, high = ids.aminmax()
         valid = bool(low >= 0) and bool(high <= last)
     if not valid:
+        shape = getattr(ids, "shape", short(ids))
         raise ValueError(
             f"ids must be a tensor of shape (B, T), int64 or int32, with 1 to {longest} positions "
-            f"and values in 0..{last}, got {getattr(ids, 'shape', short(ids))}"
+            f"and values in 0..{last}, got {shape}"
         )

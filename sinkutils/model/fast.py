@@ -50,17 +50,21 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
 def _by_best_form(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor]:
-    form = choose_form(spec, q.device, q.dtype, q.shape[2], distance_bias is not None)
+    position_term = distance_bias is not None
+    form = choose_form(spec, q.device, q.dtype, q.shape[2], position_term)
     wide = torch.promote_types(q.dtype, torch.float32)
+    is_wide = q.dtype == wide and v.dtype == wide
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
-    elif needs_width(spec, distance_bias is not None) and (q.dtype, v.dtype) != (wide, wide):
+    elif needs_width(spec, position_term) and not is_wide:
         with torch.autocast(q.device.type, enabled=False):
             out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
         out = out.to(v.dtype)
     else:
         out = _few_passes(q, k, v, spec, distance_bias)
-    return (out if spec.scale == 1 else out * spec.scale,)
+    if spec.scale != 1:
+        out = out * spec.scale
+    return (out,)
 
 
 def needs_width(spec: AttentionSpec, position_term: bool) -> bool:
@@ -78,7 +82,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     # that the kernel's causal mask fits.
     star = k.shape[2] - q.shape[2]
     padded = F.pad(q, (0, 0, star, 0))
-    out = F.scaled_dot_product_attention(padded, k, v, is_causal=True)[:, :, star:]
+    out = F.scaled_dot_product_attention(padded, k, v, is_causal=True)
+    out = out[:, :, star:]  # (B, H, T, D)
     p = spec.prefix
     if p == 1:
         return out
@@ -99,6 +104,7 @@ def _few_passes(
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])
+    # One product adds the bias to the logits as it makes them.
     B, H, T, D = q.shape
     bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
     queries = q.flatten(0, 1)
@@ -110,8 +116,10 @@ def _few_passes(
     if spec.hidden_is_zero:
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
-        weights = attention.normalise(logits, ~hidden, spec) / spec.scale  # which the caller has
+        scaled = attention.normalise(logits, ~hidden, spec)
+        weights = scaled / spec.scale  # the caller multiplies by it
         return weights.to(v.dtype) @ v
+    # The sum divides the output, (B, H, T, D), rather than the weights, (B, H, T, S).
     similarity, unit = attention.in_range(logits, spec)
     total = attention.normalizer(similarity, ~hidden, spec, unit)
     return divide(similarity @ v, total)

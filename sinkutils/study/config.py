@@ -115,9 +115,8 @@ class FinetuneConfig(RunConfig):
             "position 1 or without",
         )
         size = self.train.batch_size
-        require(
-            self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}"
-        )
+        pairs = self.pairs
+        require(pairs >= size, f"pairs must be at least the batch size {size}, got {pairs}")
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -127,6 +126,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     peak = train.learning_rate
     floor = train.lr_floor
     warm = train.warmup_steps
+    # From peak / warm up to the peak.
     if step < warm:
         return peak * (step + 1) / warm
     last = max(1, train.steps - 1 - warm)  # counted from the end of the warm-up
@@ -141,6 +141,7 @@ def from_dict(cls: Any, values: Json) -> Any:
     Raises TypeError for unknown fields.
     """
     types = checks.types(cls)  # by field: its type, and then what else it takes
+    # JSON has dicts for the configs within a config, and lists for tuples.
     arguments = {}
     for name, value in values.items():
         kind, *_ = types.get(name, (None,))  # an unknown field is refused by cls
@@ -158,7 +159,8 @@ def config_dict(config: RunConfig) -> Json:
 
     Texts have their public names: nothing of the machine.
     """
-    values: Json = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
+    fields = dataclasses.asdict(config) | {"recipe": RECIPE}
+    values: Json = json.loads(json.dumps(fields))  # with lists for tuples, as a file has them
     data = values["data"]
     data["corpus"] = public_name(data["corpus"])
     if data["validation"]:
@@ -174,7 +176,8 @@ def upgrade(config: Json) -> Json:
 
     A field that has gone since, `bos`, was always False.
     """
-    upgraded = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
+    kind = FinetuneConfig if "start" in config else RunConfig
+    upgraded = _filled(config, _defaults(kind))
     if upgraded["data"].get("bos") is False:
         del upgraded["data"]["bos"]
     return upgraded

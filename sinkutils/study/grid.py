@@ -109,7 +109,8 @@ class Experiment:
         names = [self.name]
         if self.name == "default":  # the paper's base
             names.append("base")
-        return [row for row in read_csv(PAPER / "pretraining.csv") if row["experiment"] in names]
+        table = read_csv(PAPER / "pretraining.csv")
+        return [row for row in table if row["experiment"] in names]
 
     @property
     def item(self) -> str:
@@ -170,7 +171,8 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     first = _named(resolve(name, preset), preset)
     run = dataclasses.replace(first, seed=int(seed))  # of a table's column it may be NumPy's
     if isinstance(run, FinetuneConfig):
-        return dataclasses.replace(run, start_sha256=config_hash(config(run.start, preset, seed)))
+        start = config(run.start, preset, seed)
+        return dataclasses.replace(run, start_sha256=config_hash(start))
     return run
 
 
@@ -178,7 +180,8 @@ def keeps_weights(run: RunConfig) -> bool:
     """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at
     small presets.
     """
-    if find_preset(run.preset).keeps_weights and run.seed < experiment(run.experiment).weights:
+    kept_seeds = experiment(run.experiment).weights
+    if find_preset(run.preset).keeps_weights and run.seed < kept_seeds:
         return True
     for other in _all(run.preset).values():
         if isinstance(other, FinetuneConfig) and other.start == run.experiment:
@@ -197,13 +200,15 @@ def plan(
     preset leaves out is trained where it is named.
     """
     names = only or [name for name in _all(preset) if not experiment(name).download]
-    names = list(dict.fromkeys(resolve(name, preset) for name in names))  # one of equal runs
-    if only is None:
-        names = [name for name in names if name not in find_preset(preset).leaves_out]
+    # The names, without what is trained only where it is named.
+    left_out = find_preset(preset).leaves_out if only is None else ()
     base = resolve("base", preset)
     runs = []
-    for name in names:
-        for seed in dict.fromkeys(seeds or range(experiment(name).seeds)):
+    for name in dict.fromkeys(resolve(name, preset) for name in names):  # one of equal runs
+        if name in left_out:
+            continue
+        own_seeds = range(experiment(name).seeds)
+        for seed in dict.fromkeys(seeds or own_seeds):
             runs.append(config(name, preset, seed))
 
     # False sorts before True, and the sort keeps the table's order among equals.
@@ -278,6 +283,7 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
     if scale.name not in experiment(known).presets:
         known += "_1b"
     start = _named(known, scale.name)
+    # Everything is as in the pre-training, until it is changed below.
     run: RunConfig = FinetuneConfig(
         row.name, scale.name, 0, start.model, start.data, start.train, start.experiment
     )
@@ -326,6 +332,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         reference = -math.log(context)
     else:
         reference = old
+    # What counts something is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):
         result = max(1, int(result + 0.5))

@@ -200,10 +200,11 @@ def write_record(
     None: the config's own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError
     with advice when the disk is full.
     """
+    # Every file in memory, before the first is written.
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    files = {}
     parts = (values, rounded(metrics), provenance | versions())
+    files = {}
     for name, part in zip(JSONS, parts, strict=True):
         text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
         files[name] = text.encode()
@@ -217,7 +218,8 @@ def write_record(
     sums = ""
     for name, data in files.items():
         sums += f"{_sha256(data)}  {name}\n"
-    files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
+    own = _sha256(sums.encode())
+    files[SUMS] = f"{sums}{own}  {SUMS}\n".encode()
     new, old = _beside(target)  # whoever holds the run's lock is their only writer
     try:
         remove(new, FILES)
@@ -236,13 +238,16 @@ def write_record(
 
 def _beside(target: Path) -> tuple[Path, Path]:
     """The hidden folders of a record's successor and of its predecessor, for a moment each."""
-    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
+    new = target.with_name(f".{target.name}.tmp")
+    old = target.with_name(f".{target.name}.old")
+    return new, old
 
 
 def _put_in_place(new: Path, target: Path) -> None:
     """Give a folder the record's name. At every moment the old one is on disk or the new one is."""
+    _, old = _beside(target)
     if target.exists():
-        os.replace(target, _beside(target)[1])
+        os.replace(target, old)
     os.replace(new, target)
     sync_folder(target.parent)
 
@@ -271,6 +276,7 @@ def finish_replacement(target: Path) -> None:
     A new record that is whole is taken in. For who holds the run's lock.
     """
     new, old = _beside(target)
+    # Whole or not, and its predecessor in place, moved away or gone: wherever the process died.
     try:
         if new.exists():
             read_record(new)
@@ -295,19 +301,23 @@ def remove(folder: Path, files: Collection[str]) -> None:
 
 def rounded(value: Any, digits: int = 5) -> Any:
     """What JSON makes of a value, with every float to so many significant digits."""
-    return json.loads(
-        json.dumps(value), parse_float=lambda written: float(f"{float(written):.{digits}g}")
-    )
+
+    def to_digits(written: str) -> float:
+        return float(f"{float(written):.{digits}g}")
+
+    return json.loads(json.dumps(value), parse_float=to_digits)
 
 
 def versions() -> Json:
     """What ran, and the rules of the ledger that were known then."""
     known = {"rules": RULES, "python": platform.python_version(), "processor": platform.machine()}
-    known |= {module.__name__: module.__version__ for module in (torch, numpy, tokenizers)}
+    for module in (torch, numpy, tokenizers):
+        known[module.__name__] = module.__version__
     if paths.CHECKOUT is not None:
         command = ["git", "-C", str(paths.CHECKOUT), "rev-parse", "--short=10", "HEAD"]
         with contextlib.suppress(OSError):  # no git here; in an archive of the code it says nothing
-            known["commit"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            git = subprocess.run(command, capture_output=True, text=True)
+            known["commit"] = git.stdout.strip()
     return known
 
 
@@ -334,12 +344,16 @@ def open_record(target: Path) -> Record:
 def _digests(target: Path) -> dict[str, str]:
     """What SHA256SUMS says: the digest of each file by its name."""
     try:
-        require((target / SUMS).is_file(), "not there")
-        text = _text((target / SUMS).read_bytes()).decode()
+        path = target / SUMS
+        require(path.is_file(), "not there")
+        text = _text(path.read_bytes()).decode()
         *lines, own = text.splitlines(keepends=True)
         digest = _sha256("".join(lines).encode())
         require(own == f"{digest}  {SUMS}\n", "changed")
-        digests = dict(line.split()[::-1] for line in lines)
+        digests = {}
+        for line in lines:
+            digest, name = line.split()
+            digests[name] = digest
     except (OSError, ValueError) as error:
         raise CorruptRecord(
             f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}"

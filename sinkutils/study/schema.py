@@ -31,6 +31,7 @@ REPORT: Forms = (
     (2, 0, 1, ("alpha_star",)),  # (L, H)
     (2, 0, math.inf, (*NORMS, "before_norm_norms", "hidden_peaks")),  # (L, T)
 )
+GRADIENTS: Forms = ((2, 0, math.inf, ("input",)),)  # (L, T - 1)
 
 
 class Point(TypedDict):
@@ -92,13 +93,14 @@ def check_metrics(metrics: Any) -> None:
     choice("status", metrics["status"], ("done", "failed"))
     if metrics["reason"] is not None:
         instance("reason", metrics["reason"], str)
+    # `final` is a point as well; only a run that failed at once has none.
     points = metrics["curve"]
     if final or metrics["status"] == "done":
         points = [*points, final]
     for point in points:
         _check_numbers(point, POINT, needed=("step", "valid_loss", "sink_1"))
     if "gradients" in final:
-        _check_numbers(final["gradients"], ((2, 0, math.inf, ("input",)),), needed=("input",))
+        _check_numbers(final["gradients"], GRADIENTS, needed=("input",))
     if "report" in final:
         report = final["report"]
         integer("T", report["T"], least=1)
@@ -115,10 +117,12 @@ def check_alpha(arrays: Mapping[str, Any], metrics: Metrics, model: Json) -> Non
     """Hold that attention lies within 0 to 1, and "curve" is of this model's and curve's shape."""
     for name, alpha in arrays.items():
         least, most = alpha.aminmax()  # nan if any is
-        require(bool(least >= 0) and bool(most <= 1), f"{name} is not within 0 to 1")
+        within = bool(least >= 0) and bool(most <= 1)
+        require(within, f"{name} is not within 0 to 1")
     if "curve" in arrays:
         evaluations, _, *heads = arrays["curve"].shape
-        require(evaluations == len(metrics["curve"]), "curve is not as long as in metrics.json")
+        points = len(metrics["curve"])
+        require(evaluations == points, "curve is not as long as in metrics.json")
         require(heads == [model["num_layers"], model["num_heads"]], "curve is of another model")
 
 
@@ -138,9 +142,10 @@ def _check_numbers(
                 good = good and least <= value <= most and abs(value) < math.inf
             else:
                 array = numpy.array(value)
-                good = array.ndim == depth and array.dtype.kind in "if"
-                good = good and bool(numpy.isfinite(array).all())
-                good = good and bool(((least <= array) & (array <= most)).all())
+                good = array.ndim == depth and array.dtype.kind in "if"  # integers, floats
+                if good:
+                    within = (least <= array) & (array <= most) & numpy.isfinite(array)
+                    good = bool(within.all())
                 arrays[name] = array
             require(good, f"{name} is not {depth} lists deep, of numbers within {least} to {most}")
     return arrays

@@ -77,7 +77,7 @@ class RunFolder:
         if not os.path.lexists(self.folder):
             return
         plain = self.folder.is_dir() and not self.folder.is_symlink()
-        if not plain or {path.name for path in self.folder.iterdir()} - FILES:
+        if not plain or not FILES.issuperset(os.listdir(self.folder)):
             raise FileExistsError(
                 f"{self.folder} is a link, a file or a folder with files that no record has, "
                 "and is not replaced: move it away, or give --runs another folder"
@@ -152,18 +152,24 @@ class Runs:
             return study
         if corpus["name"] == public_name(run.data.corpus):
             record = _read(target)
-            if record is None or not is_of(record, run) or record.config["corpus"] == corpus:
+            if record is None or not is_of(record, run):
+                return study
+            if record.config["corpus"] == corpus:
                 return study
         # Characters that no file system minds, and enough of the hash to tell two texts apart.
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])[:80]
-        apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
-        return RunFolder(run, corpus, record_folder(apart, run.experiment, run.seed, self.folder))
+        digest = corpus["sha256"][:8]
+        apart = f"{run.preset}@{slug}-{digest}"
+        target = record_folder(apart, run.experiment, run.seed, self.folder)
+        return RunFolder(run, corpus, target)
 
     def named(self, name: str | Path) -> Path | None:
         """The folder of a record by itself or by its name, preset/experiment/seed; None for what is
         no record.
         """
-        folder = Path(name) if Path(name).is_dir() else self.folder / name
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = self.folder / name
         return folder if (folder / SUMS).exists() else None
 
     def missing(
@@ -193,8 +199,9 @@ class Runs:
             warnings.warn(
                 f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
             )
-        for folder in sorted((self.folder / preset).glob("*/*"), key=_by_seed):
-            if not re.fullmatch("0|[1-9][0-9]*", folder.name):
+        folders = (self.folder / preset).glob("*/*")
+        for folder in sorted(folders, key=_by_seed):
+            if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # no seed, so no record
                 continue
             record = _with_status(folder, _stamp(folder))
             if record.status == "corrupt":
@@ -233,16 +240,20 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
 
 def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
     """What changes when a file of a record does; empty where it cannot be looked at."""
+    files = set()
     try:
-        stats = [(file.name, file.stat()) for file in os.scandir(folder)]
+        for file in os.scandir(folder):
+            stat = file.stat()
+            files.add((file.name, stat.st_mtime_ns, stat.st_size))
     except OSError:  # which reading it will say
         return frozenset()
-    return frozenset((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+    return frozenset(files)
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
 def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
     """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
+    # The preset's folder, "laptop", or on another text "laptop@path-mine-0123abcd".
     base, apart, _ = folder.parts[-3].partition("@")
     try:
         record = open_record(folder)
@@ -263,12 +274,14 @@ def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
     """Whether a record is of this very config and corpus; None: of any of the config's name."""
+    # A record's config is the run's, and the text beside it.
     values = dict(record.config)
     text = values.pop("corpus")
-    wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
+    if corpus is None:
+        corpus = {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
     # Of a run's many seeds only one is made into a dict.
-    same = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
-    return text == wanted and values == same
+    wanted = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    return text == corpus and values == wanted
 
 
 _at_seed_0 = lru_cache(maxsize=1024)(config_dict)

@@ -50,8 +50,9 @@ def of_report(report: Report) -> Json:
     numbers = report.to_dict()
     for name in NOT_KEPT:
         numbers.pop(name, None)
+    kept = set(map(str, EPSILONS))
     for by_eps in (*numbers["sink"].values(), numbers.get("sink_star", {})):
-        for eps in by_eps.keys() - set(map(str, EPSILONS)):
+        for eps in by_eps.keys() - kept:
             del by_eps[eps]
     for name in numbers.keys() & set(BY_POSITION):
         numbers[name] = rounded(numbers[name], NORM_DIGITS)
@@ -80,6 +81,7 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     length = ids.shape[1]
     if length < FIRST_QUERY:
         return {}
+    # Which keys are of a kind, by text and query: shapes that broadcast to (n, queries, T).
     at = torch.arange(length)
     back = at[FIRST_QUERY - 1 :, None] - at  # (queries, T): how far before its query a key stands
     fits = {
@@ -89,10 +91,13 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         "line_break": torch.isin(ids.cpu(), breaks)[:, None],
         "rest": at >= 0,
     }
-    layers, heads = model.config.num_layers, model.config.num_heads
-    kept = measure(model, ids, heads=[*np.ndindex(layers, heads)], norms=False).kept
-    maps = torch.stack([head.map for head in kept.values()])  # (L * H, n, T, T)
+    layers = model.config.num_layers
+    heads = model.config.num_heads
+    every_head = [*np.ndindex(layers, heads)]
+    report = measure(model, ids, heads=every_head, norms=False)
+    maps = torch.stack([head.map for head in report.kept.values()])  # (L * H, n, T, T)
     left = maps[:, :, FIRST_QUERY - 1 :]  # what no kind has taken yet
+    # Each kind takes its keys from what those before it have left.
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting
@@ -100,7 +105,8 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         left = left - taken
     means = {}
     for kind, share in shares.items():
-        by_head = share.double().mean(dim=(1, 2)).view(layers, heads)
+        by_head = share.double().mean(dim=(1, 2))  # over texts and queries
+        by_head = by_head.view(layers, heads)
         means[kind] = by_head.numpy().round(4).tolist()
     return means
 
@@ -120,17 +126,21 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     def keep(_: nn.Module, args: tuple[Tensor]) -> None:
         inputs.append(args[0])
 
+    targets = ids[:, 1:].flatten()
     with torch.enable_grad(), ExitStack() as hooks:
         for layer in model.modules():
             if isinstance(layer, Attention):
                 hooks.enter_context(layer.register_forward_pre_hook(keep))
         logits = model(ids[:, :-1]).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets)
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
     # As an optimiser sums texts: what they share adds up, what differs cancels.
-    sums = torch.stack([x.float().sum(dim=0)[first:] for x in gradients])  # (L, T - 1, d)
-    norms = torch.linalg.vector_norm(sums, dim=-1)
+    sums = []
+    for gradient in gradients:
+        over_texts = gradient.float().sum(dim=0)
+        sums.append(over_texts[first:])
+    norms = torch.linalg.vector_norm(torch.stack(sums), dim=-1)  # (L, T - 1)
     if not norms.isfinite().all():
         return []
-    return [[float(f"{x:.3e}") for x in row] for row in norms.tolist()]  # as all records have them
+    return rounded(norms.tolist(), digits=4)  # as all records have them

@@ -28,9 +28,10 @@ def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> T
     unscored is what `Run` hands to a loss: no answer starts there. Of several micro batches of a
     step the means count alike.
     """
+    inputs = chunks[:, 0, :-1]  # (B, C)
     targets = chunks[:, 1, 1:]
     answers = targets != IGNORED
-    logits = model(chunks[:, 0, :-1], kept=answers)  # (N, V), of the answers alone
+    logits = model(inputs, kept=answers)  # (N, V), of the answers alone
     return CrossEntropy.apply(logits, targets[answers])
 
 
@@ -68,16 +69,21 @@ class FinetuneRun(Run):
 
     def batches(self) -> tuple[Pairs, Pairs]:
         """The conversations after the first few, and these, which are held out."""
+        config = self.config
         special = special_ids(self.tokenizer, self.start.folder.name)
-        first = [special["fix_id"]] if self.config.data.fixed_position else []
-        layout = Layout(self.tokenizer, first, special["eos_id"], self.config.model.context_length)
-        counts = (self.config.train.valid_chunks, self.config.pairs)
-        name = self.config.instructions
+        first = []
+        if config.data.fixed_position:
+            first = [special["fix_id"]]
+        layout = Layout(self.tokenizer, first, special["eos_id"], config.model.context_length)
+        # The held-out ones come first, so that more pairs leave them as they are.
+        counts = (config.train.valid_chunks, config.pairs)
+        name = config.instructions
         held_out, pairs = self.group.in_turn(
             lambda: make_pairs(conversations(name), layout, counts, name)
         )
         weights = self.start.digests[WEIGHTS]
         self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
+        # A checkpoint is of this run only if it began with all of these.
         digests = self.corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
         return pairs, held_out

@@ -49,20 +49,22 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        lse = torch.logsumexp(logits.float(), dim=-1)
+        lse = torch.logsumexp(logits.float(), dim=-1)  # (N,)
         ctx.save_for_backward(logits, targets, lse)
-        of_targets = logits.gather(-1, targets[:, None])[:, 0]
-        return (lse - of_targets.float()).mean()
+        of_targets = logits.gather(-1, targets[:, None])  # (N, 1)
+        losses = lse - of_targets[:, 0].float()
+        return losses.mean()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         logits, targets, lse = ctx.saved_tensors
+        N, V = logits.shape
         softmax = (logits.float() - lse[:, None]).exp()
         # int32, as comparing int64 takes twice the time of the exponential
-        tokens = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        onehot = tokens == targets.int()[:, None]
-        gradient = (softmax - onehot.float()) * (grad_output / len(targets))
-        return gradient.to(logits.dtype), None
+        tokens = torch.arange(V, dtype=torch.int32, device=logits.device)
+        onehot = tokens == targets.int()[:, None]  # (N, V)
+        gradient = (softmax - onehot.float()) * (grad_output / N)
+        return gradient.to(logits.dtype), None  # none of the targets
 
 
 def next_token_loss(
@@ -72,9 +74,11 @@ def next_token_loss(
 
     The predictions made at the 1-based positions `unscored` are left out, yet the model sees them.
     """
-    logits = without(model(chunks[:, :-1]), unscored)
-    targets = without(chunks[:, 1:], unscored)
-    return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
+    logits = model(chunks[:, :-1])  # (B, C, V)
+    targets = chunks[:, 1:]
+    logits = without(logits, unscored).flatten(0, 1)
+    targets = without(targets, unscored).flatten()
+    return CrossEntropy.apply(logits, targets)
 
 
 def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
@@ -124,6 +128,7 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[
         in_block = name.startswith("blocks.") and name.endswith(".weight")
         maps = train.optimizer == "muon" and in_block and parameter.ndim == 2
         (linear if maps else others).append(parameter)
+    # All parameters, or those that Muon leaves.
     betas = (train.beta1, train.beta2)
     adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
     if not linear:
@@ -170,6 +175,7 @@ class Run:
         self.tokenizer = corpus.tokenizer
         self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
+        # The model and what trains it.
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
@@ -181,13 +187,16 @@ class Run:
         self.ahead: Tensor | None = None
         # How a step is made on a GPU, if not one kernel at a time.
         self.graph: GraphedStep | None = None
+        # What it is measured on: a few chunks for the loss, texts for the sink metric.
         first = np.arange(min(train.valid_chunks, len(valid)))
         self.valid = valid.take(first).to(device)
         count = train.eval_sequences
         length = train.eval_length
         ids = probe("natural", self.tokenizer, count, length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
-        self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
+        ids = fix_position(ids, config.data.fixed_position, corpus.fix_id)
+        self.probe = ids.to(device)
+        # How far it is, which a checkpoint holds.
         self.step = 0
         self.seconds = 0.0
         self.curve: list[Json] = []
@@ -208,8 +217,8 @@ class Run:
         length = self.config.model.context_length
         # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
-        small = self.corpus.tokens("train").nbytes < ON_DEVICE
-        device = self.device if small else CPU
+        size = self.corpus.tokens("train").nbytes
+        device = self.device if size < ON_DEVICE else CPU
         train = Chunks(self.corpus, "train", length, config.data, config.seed, device)
         validation = self.group.in_turn(self.validation_corpus)
         return train, Chunks(validation, "valid", length, unchanged)
@@ -227,11 +236,12 @@ class Run:
 
     def provenance(self) -> Json:
         """On what the run was trained, how fast, and how large its text is."""
+        tokens = self.step * self.tokens_per_step
         provenance = {
             **self.parts[-1],
             "corpus_train_tokens": len(self.chunks.tokens),
             "wall_seconds": round(self.seconds, 1),
-            "tokens_per_second": round(self.step * self.tokens_per_step / self.seconds),
+            "tokens_per_second": round(tokens / self.seconds),
             "processes": self.group.size,
             "parallel": "ddp" if self.group.size > 1 else None,
             **self.more,
@@ -251,7 +261,8 @@ class Run:
         if self.ahead is None or index == 0:
             rows = self.chunks.batch(copies, AHEAD * size, self.config.seed)
             self.ahead = rows.to(self.device)
-        return self.ahead[index * size : (index + 1) * size]
+        start = index * size
+        return self.ahead[start : start + size]
 
     def advance(self, forward: Any) -> Tensor:
         """One optimiser step; returns the loss of the batch, or of this process's share of it.
@@ -269,14 +280,15 @@ class Run:
     def update(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The weights after one batch: its loss, and the norm of the gradient before clipping."""
         config = self.config.train
-        parts = batch.split(config.micro_batch or config.batch_size)
+        parts = batch.split(config.micro_batch or config.batch_size)  # micro-batches
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
             if self.group.size > 1:  # gradients are averaged with the last micro-batch
                 trained: Any = self.trained
                 trained.require_backward_grad_sync = number == len(parts)
             with self.autocast():
-                loss = forward(self.trained, part, self.unscored) / len(parts)
+                loss = forward(self.trained, part, self.unscored)
+            loss = loss / len(parts)  # so that gradients add up to those of the batch's mean
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -302,11 +314,13 @@ class Run:
         valid_loss = self.group.once(lambda: valid_loss)
         if not math.isfinite(valid_loss):
             return None
+        targets = min(SINK_TARGETS, self.config.train.eval_length)
+        positions = range(1, targets + 1)
         try:
-            targets = range(1, 1 + min(SINK_TARGETS, self.config.train.eval_length))
-            report = measure(self.model, self.probe, targets=targets, epsilons=EPSILONS)
+            report = measure(self.model, self.probe, targets=positions, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
             return None
+        # What a reader of the curve sees.
         point = {"step": self.step, "valid_loss": valid_loss, **sinks(report)}
         if losses:
             point["train_loss"] = sum(losses) / len(losses)
@@ -314,19 +328,23 @@ class Run:
             point["losses"] = losses
             point["gradient_norms"] = [float(norm) for _, norm in self.passed]
         self.curve.append(point)
-        alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
+        # And alpha of every head, from which the ledger works out the rest.
+        alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)  # over texts: (targets, L, H)
         if report.star is not None:
-            alpha = torch.cat([alpha, report.star.mean(dim=0)[None]])
+            star = report.star.mean(dim=0)  # (L, H)
+            alpha = torch.cat([alpha, star[None]])
         self.alphas.append(alpha.half())
         self.passed.clear()
         return report
 
     def valid_loss(self) -> float:
         """The mean loss of the validation text, of which each part counts by its `weight`."""
-        total = weights = 0.0
+        total = 0.0
+        weights = 0
         for part in self.valid.split(32):
+            loss = self.loss(self.model, part, self.unscored)
             weight = self.weight(part)
-            total += float(self.loss(self.model, part, self.unscored)) * weight
+            total += float(loss) * weight
             weights += weight
         return total / weights
 
@@ -336,11 +354,13 @@ class Run:
 
         They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
         """
+        # A prefix's tokens see each other, so that all but the last see what they predict.
         data = self.config.data
         prefix = self.config.model.attention.prefix
         positions = {*range(1, prefix), *data.unscored}
-        if data.fixed_position is not None and data.fixed_position > 1:
-            positions.add(data.fixed_position - 1)
+        fixed = data.fixed_position or 1
+        if fixed > 1:
+            positions.add(fixed - 1)  # where the fixed token would be predicted
         return tuple(sorted(positions))
 
     @property
@@ -356,11 +376,13 @@ def sinks(report: Report) -> Json:
             numbers[f"sink_{k}"] = report.sink(k)
     numbers["excess_1"] = report.excess(1)
     if report.star is not None:
-        numbers |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
+        numbers["sink_star"] = report.sink_star()
+        numbers["excess_star"] = report.excess("star")
     if report.length > 1:
         assert report.hidden_peaks is not None and report.value_norms is not None
-        others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
-        ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = rounded(report.hidden_peaks[:, 0].tolist(), NORM_DIGITS)
+        peaks = report.hidden_peaks[:, 0]  # (L,)
+        others = report.value_norms[:, 1:].mean(dim=1)
+        ratios = report.value_norms[:, 0] / others.clamp(min=1e-30)
+        numbers["peak_1"] = rounded(peaks.tolist(), NORM_DIGITS)
         numbers["value_ratio_1"] = rounded(ratios.tolist(), NORM_DIGITS)
     return numbers

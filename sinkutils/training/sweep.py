@@ -60,9 +60,9 @@ class Worker:
     def result(self) -> tuple[int, list[str]]:
         """Its exit status, once it has ended, and its messages."""
         status = self.process.wait()
-        output = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        output = self.log.read_bytes()[self.begin :]  # before it stand earlier workers' lines
         messages = []
-        for line in output.splitlines():
+        for line in output.decode(errors="replace").splitlines():
             _, prefix, message = line.partition(SAID)  # some stand behind a progress bar
             if prefix:
                 messages.append(message)
@@ -74,6 +74,7 @@ def stop(jobs: list[Job]) -> int:
     workers = [job.future for job in jobs if isinstance(job.future, Worker)]
     for worker in workers:
         worker.process.terminate()
+    # All have the same time to end in; whoever does not is killed.
     until = time.monotonic() + STOP_SECONDS
     for worker in workers:
         try:
@@ -154,12 +155,14 @@ class Job:
             if status == 0:
                 record = read_record(self.run_folder.folder)
                 again = [message for message in messages if AGAIN in message]
-                return end(record.status, record.reason or "; ".join(again))
+                detail = record.reason or "; ".join(again)
+                return end(record.status, detail)
         except Exception as error:  # whatever an engine raises that lost a worker: the others go on
             return end("crashed", f"{first_line(error)}; {where}")
         if not messages and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
             messages = ["the disk is full: free some space and run the same command again"]
-        return end("crashed", "; ".join([f"exit status {status}", *messages[-1:], where]))
+        reasons = [f"exit status {status}", *messages[-1:], where]  # the last message, if any
+        return end("crashed", "; ".join(reasons))
 
 
 def sweep(
@@ -189,6 +192,7 @@ def sweep(
     integer("jobs", jobs, least=1)
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
+    # What every worker is told: the same folder, text and preset.
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     logs = store.folder / "logs" / preset_name
     options = ["--preset", preset_name, "--checkpoint-seconds", str(checkpoint_seconds)]
@@ -209,17 +213,21 @@ def sweep(
     with tqdm(desc=preset_name, total=len(queue), unit="run", disable=not progress) as bar:
         try:
             while queue or running:
+                # Give each free worker the first run that nobody else trains.
                 for run in list(queue):
                     if not free:
                         break
                     name = f"{run.experiment} seed {run.seed}"
                     run_folder = store.of(run, text)
+                    # One that another process trains waits in the queue, and the next one has its
+                    # turn.
                     if _locked(run_folder, store):
                         if run not in elsewhere:
                             bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
                         elsewhere.add(run)
                         continue
                     queue.remove(run)
+                    # The other process may have recorded it.
                     record = run_folder.record() if run in elsewhere else None
                     if record is not None:
                         detail = "by another process"
@@ -227,19 +235,21 @@ def sweep(
                         continue
                     log = logs / f"{run.experiment}-{run.seed}.log"
                     where = free.popleft()
-                    arguments = run.experiment, *options, "--seed", str(run.seed), "--device", where
-                    future = submit(arguments, str(log))
+                    own = ["--seed", str(run.seed), "--device", where]
+                    future = submit((run.experiment, *options, *own), str(log))
                     running.append(Job(run_folder, where, log, future))
                     if engine_name == "slurm":
                         bar.write(f"{name}: job {future.job_id}, which outlives this sweep")
+                # Take in what has ended.
                 finished = [job for job in running if job.future.done()]
                 for job in finished:
                     running.remove(job)
                     free.append(job.device)
                     outcome = job.outcome()
-                    if outcome is None:
-                        queue.append(job.run_folder.config)
-                        elsewhere.add(job.run_folder.config)
+                    if outcome is None:  # another process was quicker to take it
+                        run = job.run_folder.config
+                        queue.append(run)
+                        elsewhere.add(run)
                     else:
                         outcomes.append(outcome)
                 bar.update(len(outcomes) - bar.n)
@@ -255,7 +265,8 @@ def sweep(
 
 def _text_of(preset_name: str, corpus: str) -> Identity:
     """What a text is, in the tokens of a preset."""
-    return load_corpus(corpus, find_preset(preset_name).model.vocab_size).identity
+    vocab_size = find_preset(preset_name).model.vocab_size
+    return load_corpus(corpus, vocab_size).identity
 
 
 def _locked(run_folder: RunFolder, store: Runs) -> bool:

@@ -82,6 +82,7 @@ def train(
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
+    # The text, which every process of the group opens.
     text = corpus
     if not isinstance(text, Corpus):
         name = text or config.data.corpus
@@ -92,9 +93,12 @@ def train(
     )
     run_folder = group.once(store.of, config, text.identity)
     _check_text(text, run_folder, own_folder=store.of(config))
-    if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
-        wanted = config.preset in grid.PRESETS and grid.PRESETS[config.preset].compile
+    if compile is None:
+        preset = grid.PRESETS.get(config.preset)
+        wanted = preset is not None and preset.compile
+        # On a GPU it has given NaN where eager steps did not (docs/scaling.md).
         compile = wanted and target.type == "cpu" and compiles()
+    # Of a fine-tuning, what it starts from: a record, or a run of its own before this one.
     start: Record | None = None
     if isinstance(config, FinetuneConfig):
         before = grid.config(config.start, config.preset, config.seed)
@@ -117,6 +121,7 @@ def train(
             f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
             f"and that run failed to train ({start.reason})",
         )
+    # Rank 0 holds the lock for all.
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, run_folder.lock())
@@ -124,12 +129,14 @@ def train(
         if done is not None:
             return done
         group.once(run_folder.check_free)
+        # The run as it begins, or as its checkpoint left it.
         run: Run
         if isinstance(config, FinetuneConfig) and start is not None:
             run = FinetuneRun(config, text, target, start, group)
         else:
             run = Run(config, text, target, group)
         load_checkpoint(run, run_folder.checkpoint)
+        # How a step is made; the record says so.
         if graph is None:
             graph = may_graph(run) and not compile
         if graph:
@@ -150,6 +157,7 @@ def save_run(
 
     reason: of its failure, None if it has none. report: of its last evaluation.
     """
+    # Each process has all of this; rank 0 writes it.
     weights = run.model.state_dict() if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
@@ -187,7 +195,9 @@ def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None
 
     before: its config. corpus: its text, if there is a record on that; else the config's own.
     """
-    record = store.of(before, corpus).record() or store.of(before).record()
+    record = store.of(before, corpus).record()
+    if record is None:
+        record = store.of(before).record()
     if record is not None and record.status == "done" and record.weights is None:
         return None
     return record
@@ -253,12 +263,15 @@ def conditions_of(run: Run, compiled: bool, graph: bool) -> Json:
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
     """Why a run has failed by this step, or None; and its report at this step where it has not."""
     losses = run.losses()
+    # A uniform guess over V tokens has a loss of ln V.
     of_a_guess = math.log(run.config.model.vocab_size)
     reason = divergence(losses, hopeless=2 * of_a_guess)
-    report = None if reason else run.evaluate(losses)
-    if report is not None:
-        return None, report
-    return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
+    if reason is None:
+        report = run.evaluate(losses)
+        if report is not None:
+            return None, report
+        reason = "the model computed what is not finite"
+    return f"{reason} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
@@ -300,7 +313,8 @@ def save_checkpoint(run: Run, path: Path) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     data = file.getvalue()
-    replace_file(path, hashlib.sha256(data).digest() + data)
+    digest = hashlib.sha256(data).digest()
+    replace_file(path, digest + data)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
@@ -325,9 +339,11 @@ def checkpoint_key(run: Run) -> list[Any]:
 def read_checkpoint(path: Path) -> Json:
     """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte has changed."""
     blob = path.read_bytes()
-    if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
+    digest = blob[:DIGEST]
+    data = blob[DIGEST:]
+    if hashlib.sha256(data).digest() != digest:
         raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
-    return torch.load(io.BytesIO(blob[DIGEST:]), weights_only=True, map_location="cpu")
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _state_of(run: Run, path: Path) -> Json:
