@@ -28,6 +28,10 @@ from sinkutils.model.decoder import TransformerLM
 T = 64
 PLACE = 30  # of the token in the middle, from 1
 
+# of the result; each holds several cases
+PARTS = ("middle", "middle, x_1 hidden", "first token")
+PARTS += ("another length", "of another text", "second token")
+
 # change(layer, attention, x, output): of an attention layer with input x (B, T, d), its new output
 Change = Callable[[int, Any, Tensor, Tensor], Tensor]
 
@@ -136,7 +140,11 @@ def about(report: Report, place: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def alone(measured: Subject) -> dict[str, Any]:
-    """Token 30 attends to itself alone; a first token does not; and the same with x_1 hidden."""
+    """By part and case, the sink on a token that is alone, and on one in company.
+
+    middle: token 30. first token: token 30 put first, in company. second token: x_2 in company,
+    with x_1 hidden.
+    """
     model, first = measured.model, usual_first(measured)
     ids = measured.inputs("natural", FEW, PLACE - 1 + T, first=first)
     blocks = len(attentions(model))
@@ -144,9 +152,8 @@ def alone(measured: Subject) -> dict[str, Any]:
     cases |= {"block 3": [2], "blocks 1 to 3": range(3), "blocks 1 to 12": range(12)}
     cases |= {"all blocks": range(blocks)}
     result: dict[str, Any] = {"first": first, "samples": FEW, "T": T, "place": PLACE}
-    result |= {"middle": {}, "middle, x_1 hidden": {}, "first token": {}, "of another text": {}}
-    result["another length"] = {}
-    result["second token"] = {}
+    for part in PARTS:
+        result[part] = {}
     solitude = partial(itself_alone, PLACE)
     for case, layers in cases.items():
         with attending(model, ids, layers, solitude):
