@@ -1,0 +1,148 @@
+"""Why a lost first key costs so much: its value, or the weight that the other keys get? Into
+data/open_lms:
+
+    python benchmarks/lost_key.py smollm2 gemma-3-270m
+    python benchmarks/lost_key.py laptop/fixed_1/0 laptop/fixed_1/1 laptop/fixed_1/2
+
+A cache that loses k_1 loses two things at once: A_i1 v_1 in each output, and a weight A_i1 that goes
+to the other keys, whose outputs grow by 1 / (1 - A_i1). Here they are lost one at a time. Of a real
+model notebook 08 shows what comes out; of our own models it is printed. A minute a model on a core.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_lms import add, usual_first
+from recall import AROUND, TEXTS, WINDOW
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from sinkutils.measuring.subject import Subject, subject
+
+# Are A_i1 v_1 and the other keys' weights as they were? (value, weights)
+CASES = {
+    "kept": (True, True),
+    "value lost": (False, True),
+    "weight handed on": (True, False),
+    "both lost": (False, False),
+}
+
+
+def output(logits: Tensor, v: Tensor, case: str, late: Tensor) -> Tensor:
+    """What attention returns, (B, H, T, D): queries that are `late` (T,) have lost k_1 as a case says.
+
+    logits: (B, H, T, T), -inf where a key is not seen. v: (B, H, T, D).
+    """
+    value, weights = CASES[case]
+    shares = logits.softmax(dim=-1)
+    first = shares[..., :1] * v[:, :, :1]  # A_i1 v_1
+    others = shares[..., 1:] @ v[:, :, 1:]
+    cut = torch.zeros_like(first)
+    if value:
+        cut = cut + first
+    if weights:
+        cut = cut + others
+    else:
+        # Query 1 sees no other key; it is never late.
+        alone = logits[..., 1:].softmax(dim=-1).nan_to_num()
+        cut = cut + alone @ v[:, :, 1:]
+    return torch.where(late[:, None], cut, first + others)
+
+
+@contextmanager
+def losing(model: Any, case: str) -> Iterator[None]:
+    """A model of transformers whose attention, behind the first WINDOW positions, is that of a case.
+
+    Each query sees the first key and the last WINDOW - 1.
+    """
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        rows = torch.arange(q.shape[2])
+        behind = rows[:, None] - rows >= WINDOW - 1
+        forgotten = behind & (rows > 0)  # (T, T)
+        logits = q @ k.mT * scaling + mask
+        logits = logits.masked_fill(forgotten, -torch.inf)
+        out = output(logits, v, case, rows >= WINDOW)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("losing", attend)
+    AttentionMaskInterface.register("losing", eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("losing")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def lost_key(measured: Subject) -> dict[str, Any]:
+    """The mean loss of each text at positions WINDOW + 1 and on, by case."""
+    model, first = measured.model, usual_first(measured)
+    ids = measured.inputs("natural", TEXTS, AROUND[1] - 1, first=first)
+    losses = {}
+    for case in CASES:
+        with losing(model, case):
+            logits = model(ids, use_cache=False).logits[:, WINDOW - 1 : -1].float()
+        nats = F.cross_entropy(logits.mT, ids[:, WINDOW:], reduction="none")
+        losses[case] = nats.mean(dim=1).tolist()
+    return {"first": first, "samples": TEXTS, "from": WINDOW + 1, "loss": losses}
+
+
+class Losing:
+    """Puts a case's output in place of that of one of our own models, in the blocks from 2 up."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+        self.out = Tensor()
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
+        rows = torch.arange(q.shape[2])
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        logits = logits.masked_fill(rows > rows[:, None], -torch.inf)
+        late = (rows > 0) & (layer > 0)
+        self.out = output(logits, v, self.case, late).transpose(1, 2).flatten(2)
+
+    def __getattr__(self, _: str) -> Any:  # whatever else a model shows to what looks at it
+        return lambda *_: None
+
+
+@torch.no_grad()
+def of_our_own(measured: Subject) -> dict[str, float]:
+    """The mean loss by case, of a model with plain rotary attention."""
+    ids = measured.inputs("natural", 32, 64)
+    losses = {}
+    for case in CASES:
+        observer = Losing(case)
+        with ExitStack() as hooks:
+            for block in measured.model.blocks:
+                replaced = block.attention.out.register_forward_pre_hook(lambda *_: observer.out)
+                hooks.callback(replaced.remove)
+            logits = measured.model(ids, observer)
+        losses[case] = float(F.cross_entropy(logits[:, :-1].mT, ids[:, 1:]))
+    return losses
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        measured = subject(name)
+        if "/" in name:
+            print(name, of_our_own(measured))
+        else:
+            print(add(name, "lost_key", lost_key(measured)))
+
+
+if __name__ == "__main__":
+    main()
