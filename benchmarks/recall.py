@@ -1,12 +1,13 @@
-"""What a sink is worth beside the loss, into data/open_lms: python benchmarks/recall.py smollm2
-gemma-3-270m
+"""What a sink is worth beside the loss, into data/open_lms:
+
+    python benchmarks/recall.py smollm2 gemma-3-270m
 
 Four sections, of the numbers of single texts, so that a page can give intervals:
 
-    recall   a needle task in docstrings: a number stands in a text and is asked for. Recalled or
-    not, and the loss leaving  the loss by position, before and after the first key leaves a
-    streaming cache int8     the loss with the inputs of all linear layers in blocks rounded to 8
-    bits
+    recall   a number stands in a text of docstrings and is asked for: found or not, and the loss
+    leaving  the loss by position, before and after the first key leaves a streaming cache
+    cuts     the loss under the operations of open_lms.py, of which that keeps the means
+    int8     the loss with the inputs of all linear layers in blocks rounded to 8 bits
 
 Some four minutes a model on one core.
 """
