@@ -198,7 +198,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"and {mean.sink_1.sigmoid:.1f} % of the pairs have a sink",
         f"divided by their sum, and {mean.sink_1.sigmoid_normalised:.1f} % have one",
         f"in {token_30:.0f} % of the pairs. A first token has {at_first:.0f} %",
-        f"without it {gemma['text']:.1f} % of the pairs have a sink, with it {gemma['BOS']:.1f} %",
+        f"without it {gemma['text']:.1f} % of the pairs have a sink on the first token, with it {gemma['BOS']:.1f} %",
         f"{smol:.2f} % [",
     }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
