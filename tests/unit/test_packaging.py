@@ -190,7 +190,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"takes only {gpu.sink_star.k_bias:.0f} % there",
         f"even a fixed first token is a sink in only {gpu.sink_1.fixed_1:.0f} %",
         f"the loss is {gpu.valid_loss.sigmoid - gpu.valid_loss.fixed_1:.2f} nats higher",
-        f"token's state: {mean.element_block_1.fixed_1:.0f} times the median (mean of six seeds",
+        f"token's state is {mean.element_block_1.fixed_1:.0f} times the median (mean of six seeds",
         f"costs on average {dropped:.2f} nats more than with a full cache",
         f"With that one key kept it is {kept:.2f}",
         f"This key becomes the sink in {mean.sink_star.k_bias:.1f} % of the pairs",
