@@ -1,16 +1,17 @@
 """Why a lost first key costs so much: its value, or the weight that the other keys get? Into
-data/open_lms:
+data/lost_key.json:
 
-    python benchmarks/lost_key.py smollm2 gemma-3-270m
-    python benchmarks/lost_key.py laptop/fixed_1/0 laptop/fixed_1/1 laptop/fixed_1/2
+    python benchmarks/lost_key.py smollm2 gemma-3-270m laptop/fixed_1/0 laptop/fixed_1/1 \\
+        laptop/fixed_1/2
 
 A cache that loses k_1 loses two things at once: A_i1 v_1 in each output, and a weight A_i1 that goes
-to the other keys, whose outputs grow by 1 / (1 - A_i1). Here they are lost one at a time. Of a real
-model notebook 08 shows what comes out; of our own models it is printed. A minute a model on a core.
+to the other keys, whose outputs grow by 1 / (1 - A_i1). Here they are lost one at a time. Notebooks
+08 and 09 show what comes out. Two minutes a real model on one core, seconds for one of ours.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from open_lms import add, usual_first
+from open_lms import short, usual_first
 from recall import AROUND, TEXTS, WINDOW
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
+from sinkutils import paths
 from sinkutils.measuring.subject import Subject, subject
+from sinkutils.model.decoder import TransformerLM
 
 # Are A_i1 v_1 and the other keys' weights as they were? (value, weights)
 CASES = {
@@ -88,17 +91,17 @@ def losing(model: Any, case: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def lost_key(measured: Subject) -> dict[str, Any]:
+def of_a_real_model(measured: Subject) -> dict[str, list[float]]:
     """The mean loss of each text at positions WINDOW + 1 and on, by case."""
-    model, first = measured.model, usual_first(measured)
-    ids = measured.inputs("natural", TEXTS, AROUND[1] - 1, first=first)
+    model = measured.model
+    ids = measured.inputs("natural", TEXTS, AROUND[1] - 1, first=usual_first(measured))
     losses = {}
     for case in CASES:
         with losing(model, case):
             logits = model(ids, use_cache=False).logits[:, WINDOW - 1 : -1].float()
         nats = F.cross_entropy(logits.mT, ids[:, WINDOW:], reduction="none")
         losses[case] = nats.mean(dim=1).tolist()
-    return {"first": first, "samples": TEXTS, "from": WINDOW + 1, "loss": losses}
+    return losses
 
 
 class Losing:
@@ -115,33 +118,45 @@ class Losing:
         late = (rows > 0) & (layer > 0)
         self.out = output(logits, v, self.case, late).transpose(1, 2).flatten(2)
 
+    def put(self, *_: Any) -> Tensor:
+        """What the output projection reads."""
+        return self.out
+
     def __getattr__(self, _: str) -> Any:  # whatever else a model shows to what looks at it
         return lambda *_: None
 
 
 @torch.no_grad()
-def of_our_own(measured: Subject) -> dict[str, float]:
-    """The mean loss by case, of a model with plain rotary attention."""
+def logits_of_our_own(model: TransformerLM, ids: Tensor, case: str) -> Tensor:
+    """Of a model with plain rotary attention, (B, T, V)."""
+    observer = Losing(case)
+    with ExitStack() as hooks:
+        for block in model.blocks:
+            replaced = block.attention.out.register_forward_pre_hook(observer.put)
+            hooks.callback(replaced.remove)
+        return model(ids, observer)
+
+
+def of_our_own(measured: Subject) -> dict[str, list[float]]:
+    """The mean loss of each text by case."""
     ids = measured.inputs("natural", 32, 64)
     losses = {}
     for case in CASES:
-        observer = Losing(case)
-        with ExitStack() as hooks:
-            for block in measured.model.blocks:
-                replaced = block.attention.out.register_forward_pre_hook(lambda *_: observer.out)
-                hooks.callback(replaced.remove)
-            logits = measured.model(ids, observer)
-        losses[case] = float(F.cross_entropy(logits[:, :-1].mT, ids[:, 1:]))
+        logits = logits_of_our_own(measured.model, ids, case)
+        nats = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
+        losses[case] = nats.mean(dim=1).tolist()
     return losses
 
 
 def main() -> None:
+    path = paths.LEDGER / "lost_key.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name in sys.argv[1:]:
         measured = subject(name)
-        if "/" in name:
-            print(name, of_our_own(measured))
-        else:
-            print(add(name, "lost_key", lost_key(measured)))
+        losses = of_our_own(measured) if "/" in name else of_a_real_model(measured)
+        known[name] = short(losses)
+        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        print(name)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
 
 
 def test_the_scripts_of_a_study_call_commands_that_there_are():
-    stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
+    stubs = 'make() { :; }; python() { echo "$*"; }; . "$0"'
     lines = []
     # those for a lent card call scripts of their own
     for script in sorted((ROOT / "studies").glob("[!c]*.sh")):
@@ -210,7 +210,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"takes only {gpu.sink_star.k_bias:.0f} % there",
         f"even a fixed first token is a sink in only {gpu.sink_1.fixed_1:.0f} %",
         f"the loss is {gpu.valid_loss.sigmoid - gpu.valid_loss.fixed_1:.2f} nats higher",
-        f"token's state: {mean.element_block_1.fixed_1:.0f} times the median (mean of six seeds",
+        f"token's state is {mean.element_block_1.fixed_1:.0f} times the median (mean of six seeds",
         f"costs on average {dropped:.2f} nats more than with a full cache",
         f"With that one key kept it is {kept:.2f}",
         f"This key becomes the sink in {mean.sink_star.k_bias:.1f} % of the pairs",
@@ -232,7 +232,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     ledger = (ROOT / "notebooks" / "10_ledger.ipynb").read_text("utf-8")
     for page in (ledger, readme):
         assert "78 claims judged under both" in page and "53 have the same verdict" in page
-    assert "clear under both: 25, 25 of them alike" in ledger
+    assert "clear under both: 24, 24 of them alike" in ledger
 
 
 @pytest.mark.parametrize(
