@@ -3,7 +3,6 @@
     python benchmarks/reliability.py --kills 100        kill a sweep of two workers at random instants
     python benchmarks/reliability.py --stops 30         tell the sweep's own process to stop: TERM, INT or KILL
     python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
-    python benchmarks/reliability.py --tamper           set each value of a record to others, with right digests
     python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
     python benchmarks/reliability.py --efficiency       one worker beside two, on the same runs of --preset
     python benchmarks/reliability.py .. --json benchmarks/results/reliability.json
@@ -13,19 +12,16 @@ Counts of other parts that are in the JSON already stay there. In short: tests/e
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -304,72 +300,6 @@ def damage(folder: Path) -> dict[str, int]:
     return dict(counts)
 
 
-VALUES = (None, "../x", -1, 1e9, float("nan"), [[]], {})
-
-
-def places(values: object, path: tuple = ()) -> Iterator[tuple]:
-    """Where a value stands in nested JSON; the first element of a list, or of a table by number, stands for all."""
-    yield path
-    if isinstance(values, dict):
-        numbers = [name for name in values if name[:1].isdigit()]
-        for name in values.keys() - set(numbers[1:]):
-            yield from places(values[name], (*path, name))
-    elif isinstance(values, list) and values:
-        yield from places(values[0], (*path, 0))
-
-
-def with_digests(folder: Path) -> None:
-    """Make the digests of a record those of the files that are there."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")
-    lines = [
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names
-    ]
-    own = hashlib.sha256("".join(lines).encode()).hexdigest()
-    (folder / "SHA256SUMS").write_text("".join(lines) + f"{own}  SHA256SUMS\n")
-
-
-def tamper(folder: Path) -> dict[str, int]:
-    """Set each value of a record's JSON files to each of `VALUES`, or leave it out, with right digests, and read it.
-
-    The record is the only one of its study, and is read by `su.runs` and by the reader of `su.claims`.
-
-    Returns counts. `refused`: one row that names the file; `other`: an exception, which would hide other records.
-    """
-    from sinkutils.ledger.frames import runs
-    from sinkutils.ledger.readings import readings
-
-    counts = Counter(tampered=0, refused=0, taken=0, unnamed=0, other=0)
-    root, preset = folder.parents[2], folder.parents[1].name
-    assert list(runs(preset, root).status) == ["done"]
-    readings(preset, root)
-    for name in ("config.json", "metrics.json", "provenance.json"):
-        whole = (folder / name).read_bytes()
-        for path in places(json.loads(whole)):
-            for value in (*VALUES, "left out"):
-                values = {"": json.loads(whole)}
-                inner, last = values, ""
-                for step in path:
-                    inner, last = inner[last], step
-                if value == "left out":
-                    del inner[last]
-                else:
-                    inner[last] = value
-                (folder / name).write_text(json.dumps(values.get("")))
-                with_digests(folder)
-                counts["tampered"] += 1
-                try:
-                    (row,) = runs(preset, root).to_dict("records")
-                    readings(preset, root)
-                except Exception:
-                    counts["other"] += 1
-                    continue
-                counts["refused" if row["status"] == "corrupt" else "taken"] += 1
-                counts["unnamed"] += row["status"] == "corrupt" and name not in row["reason"]
-        (folder / name).write_bytes(whole)
-    with_digests(folder)
-    return dict(counts)
-
-
 def inputs(cases: int) -> dict[str, dict[str, int]]:
     """Run tests/property/test_inputs.py on that many cases; returns what came of them, by property."""
     with tempfile.TemporaryDirectory() as folder:
@@ -407,7 +337,6 @@ def main() -> None:
     arguments.add_argument("--kills", type=int)
     arguments.add_argument("--stops", type=int)
     arguments.add_argument("--damage", action="store_true")
-    arguments.add_argument("--tamper", action="store_true")
     arguments.add_argument("--cases", type=int)
     arguments.add_argument("--efficiency", action="store_true")
     arguments.add_argument("--preset", default="laptop", help="of --efficiency")
@@ -421,18 +350,12 @@ def main() -> None:
     made: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if options.kills or options.damage or options.stops or options.tamper:
+        if options.kills or options.damage or options.stops:
             sweeps = Sweeps(folder)
             seconds = sweeps.finish("whole")
             expected = sweeps.results("whole")
             if options.damage:
                 made["damage"] = damage(sweeps.records("whole") / sweeps.only[0] / "0")
-            if options.tamper:
-                one = next(sweeps.records("whole").glob(f"{sweeps.only[0]}/0"))
-                alone = folder / "tampered" / Path(*one.parts[-3:])
-                shutil.copytree(one, alone)
-                with warnings.catch_warnings(action="ignore"):
-                    made["tamper"] = tamper(alone)
             if options.stops:
                 made["stops"] = stop_at_random(sweeps, expected, seconds, options.stops)
             if options.kills:

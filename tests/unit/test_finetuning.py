@@ -302,7 +302,7 @@ def test_two_fine_tunings_and_a_broken_one_that_goes_on_are_equal(started, chats
 def test_a_missing_start_is_trained_and_a_failed_one_refused(tmp_path, chats, corpus, monkeypatch):
     quick = replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
     monkeypatch.setitem(PRESETS, "smoke", quick)
-    for name in ("_all", "_named", "resolve"):  # with caches of their own
+    for name in ("_all", "_named", "_names"):  # with caches of their own
         monkeypatch.setattr(grid, name, lru_cache(getattr(grid, name).__wrapped__))
     run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
     made_up(tmp_path, "sigmoid")
