@@ -157,7 +157,9 @@ def load_corpus(
     path without text, ConnectionError where the hub cannot be reached, OSError where the cache
     cannot be written.
     """
-    integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+    vocab_size = integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+    if max_tokens is not None:
+        max_tokens = integer("max_tokens", max_tokens, least=1)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer = external.NEOX_TOKENIZER
         max_tokens = max_tokens or external.PILE_TOKENS

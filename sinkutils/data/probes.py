@@ -57,9 +57,9 @@ def probe(
     )
     instance("bos", bos, bool)
     if n is not None:
-        integer("n", n, least=1)
-    integer("length", length, least=1 + bos)
-    integer("seed", seed, least=0)
+        n = integer("n", n, least=1)
+    length = integer("length", length, least=1 + bos)
+    seed = integer("seed", seed, least=0)
     # The tokens of the text: all but a BOS.
     needed = length - bos
     if kind is None:

@@ -81,8 +81,7 @@ def measure(
     targets = check_targets(targets, ids.shape[1])
     epsilons = check_epsilons(epsilons)
     if batch_size is not None:
-        integer("batch_size", batch_size, least=1)
-        batch_size = int(batch_size)  # of NumPy's integers PyTorch takes none
+        batch_size = integer("batch_size", batch_size, least=1)
     pairs = distinct_pairs(heads)
     require(
         bos in (True, False, None),

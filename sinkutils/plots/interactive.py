@@ -13,7 +13,7 @@ import base64
 import html
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -139,14 +139,16 @@ def explore(
     with the largest alpha_1 of the first text. Raises ValueError as `measure` does, for a length
     that is no positive integer, and for a head that is not there.
     """
-    integer("length", length, least=1)
+    length = integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]
     heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)
     names = [(layer + 1, column + 1) for layer, column in heads]
     if head is not None:
-        last = names[-1]
-        require(tuple(head) in names, f"head must be (block, head), up to {last}, got {head!r}")
+        require(
+            isinstance(head, Iterable) and tuple(head) in names,
+            f"head must be (block, head), up to {names[-1]}, got {head!r}",
+        )
     # How many tokens of a text, and then how many texts, a picture can carry of all heads
     room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
     fit = max(FEWEST_TOKENS, int(room**0.5))

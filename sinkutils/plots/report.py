@@ -159,12 +159,18 @@ def _printable(name: str) -> str:
 
 
 def natural(
-    tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False
+    tokenizer: Any,
+    texts: list[str] | None,
+    n: int = 100,
+    length: int = 64,
+    bos: bool | None = None,
 ) -> Tensor:
     """The first tokens of documents, or windows of one's own texts: n of them, if there are.
 
-    A book is one text, and has many windows.
+    A book is one text, and has many windows. bos: None: as the tokenizer itself makes its texts.
     """
+    if bos is None:
+        bos = bool(adds_bos(tokenizer))
     if texts is None:
         return probe("natural", tokenizer, n, length, bos=bos)
     windows = probe(None, tokenizer, None, length, bos=bos, texts=texts)

@@ -190,6 +190,7 @@ class Runs:
         """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
         warning is given.
 
+        They are shared among callers: nothing is to be written into one.
         Their status is done, failed (training did), stale, or corrupt. preset: also one on another
         text, as its folder is named: "laptop@path-mine-0123abcd".
         """
@@ -203,7 +204,7 @@ class Runs:
         for folder in sorted(folders, key=_by_seed):
             if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # no seed, so no record
                 continue
-            record = _with_status(folder, _stamp(folder))
+            record = _shared(folder, _stamp(folder))
             if record.status == "corrupt":
                 warnings.warn(str(record.reason), stacklevel=2)
             yield record
@@ -225,14 +226,14 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
         name = resolve(name, base)
     check_name("preset", preset)
     check_name("experiment", name)
-    integer("seed", seed, least=0)
+    seed = integer("seed", seed, least=0)
     target = record_folder(preset, name, seed, folder)
     if not os.path.lexists(target):
         advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    entry = _with_status(target, _stamp(target))
+    entry = _with_status(target)
     if entry.status == "corrupt":
         raise CorruptRecord(entry.reason)
     return entry
@@ -251,7 +252,12 @@ def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
+def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
+    """A record for readers who write nothing into it."""
+    return _with_status(folder)
+
+
+def _with_status(folder: Path) -> Record:
     """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
     # The preset's folder, "laptop", or on another text "laptop@path-mine-0123abcd".
     base, apart, _ = folder.parts[-3].partition("@")

@@ -117,6 +117,10 @@ def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
         load(f"path:{text_folder}", tmp_path, vocab_size=258)
     with refused(r"no document for .* larger max_tokens"):
         load(f"path:{text_folder}", tmp_path, max_tokens=10)
+    refuses("max_tokens must be at least 1", load, f"path:{text_folder}", tmp_path, max_tokens=0)
+    sizes = {"vocab_size": np.int64(320), "max_tokens": np.int64(20_000)}
+    whole = load(f"path:{text_folder}", tmp_path, 320, max_tokens=20_000)
+    assert load(f"path:{text_folder}", tmp_path, **sizes).folder == whole.folder
 
 
 @pytest.mark.parametrize("file", ["train.bin", "tokenizer.json", "meta.json"])

@@ -175,6 +175,7 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     )
     with refused(r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)"):
         su.explore(model, ids, head=(3, 1))
+    refuses(r"head must be \(block, head\), up to \(2, 3\), got 3", su.explore, model, ids, head=3)
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
 

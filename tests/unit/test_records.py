@@ -283,6 +283,16 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
     assert [entry.status for entry in Runs(tmp_path).entries("smoke")] == ["done", "done"]
 
 
+def test_what_is_written_into_a_record_is_nobody_elses(tmp_path):
+    made_up(tmp_path, "k_bias")
+    record = su.record("k_bias", "smoke", folder=tmp_path)
+    for part in (record.metrics["final"], record.config["corpus"], record.provenance):
+        part.clear()
+    again = su.record("k_bias", "smoke", folder=tmp_path)
+    assert again.metrics["final"]["sink_1"] == 0 and again.config["corpus"] and again.provenance
+    assert su.runs("smoke", tmp_path).sink_1.tolist() == [0]
+
+
 def tamper(folder, **parts) -> None:
     """Change files of a record, given without their suffix, and make the digests right again; None: not in the list."""
     for name, data in parts.items():

@@ -145,6 +145,19 @@ def test_questions_a_report_cannot_answer_are_clear_errors():
     refuses("key bias", report.excess, "star")
 
 
+def test_a_target_named_twice_is_one_target():
+    twice, once = (measure(own_model(), tokens(), targets) for targets in ((2, 1, 2), (2, 1)))
+    assert twice.targets == (2, 1) and torch.equal(twice.alpha, once.alpha)
+    assert measure(own_model(), tokens(), epsilons=(0.2, 0.2)).epsilons == (0.2,)
+
+
+def test_no_window_hides_a_key_of_the_models_own():
+    report = measure(own_model(attention=AttentionSpec(bias="k", window=5)), tokens())
+    assert report.caps("star") == [1, 1] and max(report.caps(1)) < 1
+    assert torch.equal(report.visible_alpha("star"), report.star)
+    refuses("alpha_25 was not measured", report.caps, 25)
+
+
 def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share():
     mask = torch.ones(3, T, dtype=torch.long)
     mask[1, 9:] = 0  # sequences of unequal length have unequal floors
