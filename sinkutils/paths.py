@@ -49,7 +49,13 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; an older one stays until the new one is on disk."""
+    """Write a file whole or not at all; an older one stays until the new one is on disk.
+
+    A link stays, and the file that it names is written. Raises OSError for what is no regular file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # a device, for instance
+        raise OSError(f"{path} is no regular file, and is not replaced")
     temporary = path.with_name(path.name + ".tmp")
     try:
         write_synced(temporary, data)
