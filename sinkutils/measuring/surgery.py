@@ -286,6 +286,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             source = OwnModel(model, Tally(TARGETS, ids.shape[1]))
         else:
             source = observe(model, Pass(), state)
+            state.set(source.config, "return_dict", True)  # outputs are read by name
             if source.model.get_output_embeddings() is None:
                 raise ValueError(
                     "surgery needs a TransformerLM or a causal LM of transformers, got "
@@ -323,7 +324,7 @@ def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
 def cached(capture: Capture, ids: Tensor) -> Any:
     """What the model keeps of ids (n, T)."""
     capture.start(ids)
-    output = capture.base(ids.to(capture.device), use_cache=True, return_dict=True)
+    output = capture.base(ids.to(capture.device), use_cache=True)
     return getattr(output, "past_key_values", None)
 
 
@@ -362,7 +363,6 @@ def run(
             source.doing = Measuring(tally, True, edit, hidden, front)
             source.start(batch)
             options: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
-            options["return_dict"] = True
             if last is not None:
                 options["logits_to_keep"] = scored + 1
             output = source.model(batch, **options)
