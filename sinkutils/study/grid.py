@@ -224,16 +224,21 @@ def plan(
     return sorted(runs, key=turn)
 
 
-@lru_cache(maxsize=4096)
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the
     first.
     """
-    own = _named(name, preset)
-    for first, run in _all(preset).items():
-        if dataclasses.replace(own, experiment=first) == run:
-            return first
-    raise AssertionError("an experiment equals itself")
+    run = dataclasses.replace(_named(name, preset), experiment="any")
+    return _names(preset)[run]
+
+
+@lru_cache
+def _names(preset: str) -> dict[RunConfig, str]:
+    """The first experiment, in the table's order, that is a run, by the run without its name."""
+    names: dict[RunConfig, str] = {}
+    for name, run in _all(preset).items():
+        names.setdefault(dataclasses.replace(run, experiment="any"), name)
+    return names
 
 
 def unavailable(preset: str) -> set[str]:
