@@ -356,16 +356,12 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.data.probes import SEQUENCES
     from sinkutils.measuring.load import WithoutTokenizer, load_lm
     from sinkutils.measuring.measure import measure
-    from sinkutils.paths import replace_file
+    from sinkutils.paths import replace_file, replaceable
     from sinkutils.plots.report import natural, report_model
 
-    output = options.output.resolve()  # of a link, what it names
     # Mistakes are said before an hour of measuring, not after it.
-    require(output.parent.is_dir(), f"-o {options.output}: there is no folder {output.parent}")
-    require(
-        output.is_file() or not output.exists(),
-        f"-o {options.output} is no regular file: give one, such as report.html",
-    )
+    folder = replaceable(options.output).parent
+    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
         raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
@@ -381,7 +377,7 @@ def report_command(options: argparse.Namespace) -> None:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
-    replace_file(output, page.encode())
+    replace_file(options.output, page.encode())
     print(f"written: {options.output}")
 
 

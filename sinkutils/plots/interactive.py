@@ -152,6 +152,7 @@ def explore(
         tokenizer is None or hasattr(tokenizer, "decode"),
         f"tokenizer must decode tokens, got {short(tokenizer)}",
     )
+    instance("name", name, str)
     name = printable(name)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]

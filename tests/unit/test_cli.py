@@ -70,7 +70,7 @@ REFUSED = {
     "run -p n {": "-p n: '{' is not a value in YAML",
     "run -p n !!python/object/apply:os.system": "is not a value in YAML",
     "report ./nothing -o ./no/folder/x.html": "x.html: there is no folder",
-    "report ./nothing -o .": "is no regular file: give one, such as report.html",
+    "report ./nothing -o .": "sinkutils: . is no regular file, and is not replaced",
     "report ./nothing -o /dev/null": "/dev/null is no regular file",
     "run --only 99": "starts with 99; there are 00_quickstart",
     "run --only 00 nosuch": "starts with nosuch; there are",

@@ -282,7 +282,7 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
         assert "there is no folder" in capsys.readouterr().err
         assert cli.main([*command, str(tmp_path)]) == 2
-        assert "is no regular file: give one" in capsys.readouterr().err
+        assert "is no regular file" in capsys.readouterr().err
         assert cli.main([*command, str(there), "--beside", command[1]]) == 2
         assert "must be another model" in capsys.readouterr().err
     there.write_text("an older page")
