@@ -55,10 +55,6 @@ def probe(
         "tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got "
         f"{short(tokenizer)}",
     )
-    require(
-        texts is None or kind in (None, "natural"),
-        f"texts are natural text, and {short(kind)} has none: leave them out",
-    )
     instance("bos", bos, bool)
     if n is not None:
         n = integer("n", n, least=1)

@@ -84,7 +84,6 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
         tokenizer=RAW,
     )
     refuses(r"^texts\[1\] must be .* str, got NoneType", probe, texts=["a", None], tokenizer=RAW)
-    refuses("'random' has none: leave them out", probe, "random", RAW, texts=["a"])
     refuses("and no set", probe, texts={"a", "b"}, tokenizer=RAW)  # its order is the process's
     refuses("corpus must be of type Corpus, got NoneType", probe, "natural", RAW, corpus=None)
 
