@@ -26,8 +26,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from sinkutils.checks import instance, integer, numbers, require, short
 from sinkutils.measuring.measure import measure, sequences
+=======
+from sinkutils.checks import integer, integers, require
+from sinkutils.measuring.measure import measure
+>>>>>>> e3069d3e86783adda4f390da43fbd68ea5bac737
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
@@ -86,9 +91,13 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
     `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
+<<<<<<< HEAD
     instance("courses", courses, Mapping)
     require(len(courses) > 0, "courses must have at least one")
     numbers("steps", steps)
+=======
+    steps = integers("steps", steps, least=0)
+>>>>>>> e3069d3e86783adda4f390da43fbd68ea5bac737
     runs = []
     with mpl.rc_context(STYLE):
         height = 0.5 + 1.9 * len(courses)
@@ -125,7 +134,7 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
         "A dot is a head, over its block, at the height of the attention that it gives to token 1. "
         "Grey rings show where each head ends. Press play, or move the slider."
     )
-    data = {"key": "token 1", "color": COLORS["first"], "steps": list(steps), "runs": runs}
+    data = {"key": "token 1", "color": COLORS["first"], "steps": steps, "runs": runs}
     return Interactive("film", data, still, caption)
 
 

@@ -92,6 +92,9 @@ class RunConfig:
         length = self.train.eval_length
         longest = self.model.context_length
         require(length <= longest, f"eval_length {length} is longer than context_length {longest}")
+        data = self.data
+        last = max([*data.random_positions, *data.unscored, data.fixed_position or 1])
+        require(last <= longest, f"position {last} is beyond context_length {longest}")
 
 
 @dataclass(frozen=True)

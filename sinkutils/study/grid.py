@@ -198,6 +198,7 @@ def plan(
     headline, the others, then further seeds; what came after the paper, likewise, last. What the
     preset leaves out is trained where it is named.
     """
+    seeds = None if seeds is None else [*seeds]
     if only is None:
         names = [name for name in _all(preset) if not experiment(name).download]
     else:

@@ -27,7 +27,6 @@ import json
 import os
 import platform
 import subprocess
-import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -187,8 +186,7 @@ def write_record(
     corpus: Identity | None = None,
     arrays: Tensors | None = None,
 ) -> Record:
-    """Write a record whole or not at all; one that was there stays until the new one is on disk and
-    was read.
+    """Write a record whole or not at all; one that was there stays until the new one is on disk.
 
     metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text;
     None: the config's own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError
@@ -214,18 +212,20 @@ def write_record(
         sums += f"{_sha256(data)}  {name}\n"
     own = _sha256(sums.encode())
     files[SUMS] = f"{sums}{own}  {SUMS}\n".encode()
-    new, old = _beside(target)  # whoever holds the run's lock is their only writer
+    new, old = _beside(target)
     try:
-        remove(new, FILES)
+        finish_replacement(target)
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
-        read_record(new)  # what was written is read before the old one goes
-        _put_in_place(new, target)
-        _discard(old, target)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(new, target)
+        sync_folder(target.parent)
+        remove(old, FILES)
     except OSError as error:
         with contextlib.suppress(OSError):
-            remove(new, FILES)
+            finish_replacement(target)
         raise not_saved(f"record {short_name(target)}", error) from error
     return open_record(target)
 
@@ -237,49 +237,16 @@ def _beside(target: Path) -> tuple[Path, Path]:
     return new, old
 
 
-def _put_in_place(new: Path, target: Path) -> None:
-    """Give a folder the record's name. At every moment the old one is on disk or the new one is."""
-    _, old = _beside(target)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(new, target)
-    sync_folder(target.parent)
-
-
-def _discard(old: Path, target: Path) -> None:
-    """Delete the predecessor of a record. It is kept where it is damaged and has weights, which are
-    hours of work, and where somebody put another file there.
-    """
-    try:
-        if (old / WEIGHTS).exists():
-            read_record(old)
-        remove(old, FILES)
-    except (CorruptRecord, OSError) as error:
-        place = target.with_name(f"{target.name}.damaged")
-        number = 1
-        while place.exists():
-            number += 1
-            place = target.with_name(f"{target.name}.damaged-{number}")
-        os.replace(old, place)
-        warnings.warn(f"{error}; it is kept as {short_name(place)}", stacklevel=2)
-
-
 def finish_replacement(target: Path) -> None:
-    """Do what a process had still to do that died while it wrote a record.
+    """Clear up after a process that died while it wrote a record: the old one or the new one stays.
 
-    A new record that is whole is taken in. For who holds the run's lock.
+    For who holds the run's lock. Of a record that was not in place yet, the checkpoint is there.
     """
     new, old = _beside(target)
-    # Whole or not, and its predecessor in place, moved away or gone: wherever the process died.
-    try:
-        if new.exists():
-            read_record(new)
-            _put_in_place(new, target)
-    except CorruptRecord:  # it died while it wrote
-        remove(new, FILES)
-    if old.exists() and not target.exists():
+    if old.exists() and not target.exists():  # it died between two renames
         os.replace(old, target)
-    _discard(old, target)
+    remove(new, FILES)
+    remove(old, FILES)
 
 
 def remove(folder: Path, files: Collection[str]) -> None:

@@ -287,12 +287,7 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
     text = values.pop("corpus")
     if corpus is None:
         corpus = {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
-    # Of a run's many seeds only one is made into a dict.
-    wanted = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
-    return text == corpus and values == wanted
-
-
-_at_seed_0 = lru_cache(maxsize=1024)(config_dict)
+    return text == corpus and values == config_dict(run)
 
 
 def _read(folder: Path) -> Record | None:

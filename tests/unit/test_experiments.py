@@ -195,6 +195,18 @@ def test_a_plan_of_no_experiments_or_of_no_seeds_is_empty():
     assert plan("minute", only=[]) == plan("minute", seeds=[]) == []
 
 
+def test_seeds_may_come_from_an_iterator():
+    names = ["k_bias", "v_bias"]
+    assert plan("smoke", iter([0, 1]), iter(names)) == plan("smoke", [0, 1], names)
+
+
+@pytest.mark.parametrize("name", ["fixed_position", "random_positions", "unscored"])
+def test_a_position_that_no_chunk_has_is_refused(name):
+    position = 65 if name == "fixed_position" else (1, 65)
+    with refused("position 65 is beyond context_length 64"):
+        RunConfig("x", "smoke", data=DataConfig(**{name: position}))
+
+
 def test_numpys_numbers_make_the_run_that_pythons_make():
     """Our own frames hand them out, and JSON takes none."""
     given = {"num_layers": np.int64(2), "qk_norm": np.True_}

@@ -263,13 +263,12 @@ def test_a_model_trained_with_a_bos_is_shown_with_and_without_it_unasked(adds, t
     command = ["measure", str(tmp_path), "--probe", "random", "-n", "3", "-T", "16"]
     assert cli.main([*command, "--json"]) == 0
     reports = json.loads(capsys.readouterr().out)
-    assert [*reports] == (["random", "random, BOS first"] if adds else ["random"])
-    assert reports["random"]["name"].endswith("text first")
+    text, bos = (f"{tmp_path}, random, {first} first" for first in ("text", "BOS"))
+    assert [*reports] == ([text, bos] if adds else [text])
     if adds:
-        assert reports["random, BOS first"]["name"].endswith("BOS first")
-        assert reports["random"]["alpha"] != reports["random, BOS first"]["alpha"]
+        assert reports[text]["alpha"] != reports[bos]["alpha"]
     assert cli.main([*command, "--bos", "--json"]) == 0
-    assert [*json.loads(capsys.readouterr().out)] == ["random"]
+    assert [*json.loads(capsys.readouterr().out)] == [bos]
 
 
 def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch):

@@ -181,6 +181,8 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     with refused(r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)"):
         su.explore(model, ids, head=(3, 1))
     refuses(r"head must be \(block, head\), up to \(2, 3\), got 3", su.explore, model, ids, head=3)
+    films = [su.film({"a": np.zeros((2, 1, 1))}, steps) for steps in ([0, 8], np.array([0, 8]))]
+    assert json.dumps(films[0].data) == json.dumps(films[1].data)
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
     refuses(r"got torch.int64 of the shape \(48,\)", su.explore, model, ids[0])
