@@ -50,8 +50,8 @@ def losses(precision: str, steps: int) -> dict[str, object]:
     )
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size)
     run = Run(config, corpus, torch.device("cpu"))
-    forward = torch.compile(run.loss)
-    best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))
+    run.forward = torch.compile(run.loss)
+    best = min(10 * seconds(run.advance, 10) for _ in range(steps // 10))
     return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
 
 

@@ -45,7 +45,7 @@ def flops_per_token(run: Run) -> float:
 def kernels(run: Run) -> int:
     """How many kernels and copies one eager step launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run.advance(run.loss)
+        run.advance()
         torch.cuda.synchronize()
     return sum(
         row.count
@@ -61,9 +61,10 @@ def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[
         run.graph = GraphedStep(run)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    forward = torch.compile(run.loss) if compile else run.loss
-    ready = 3 * seconds(lambda: run.advance(forward), 3, device)
-    took = min(seconds(lambda: run.advance(forward), steps, device) for _ in range(rounds))
+    if compile:
+        run.forward = torch.compile(run.loss)
+    ready = 3 * seconds(run.advance, 3, device)
+    took = min(seconds(run.advance, steps, device) for _ in range(rounds))
     rate = run.tokens_per_step / took
     return {
         "form": form,

@@ -27,6 +27,7 @@ from transformers.masking_utils import eager_mask
 
 from sinkutils import paths
 from sinkutils.measuring.subject import Subject, subject
+from sinkutils.model.decoder import TransformerLM
 
 # Are A_i1 v_1 and the other keys' weights as they were? (value, weights)
 CASES = {
@@ -126,17 +127,22 @@ class Losing:
 
 
 @torch.no_grad()
+def logits_of_our_own(model: TransformerLM, ids: Tensor, case: str) -> Tensor:
+    """Of a model with plain rotary attention, (B, T, V)."""
+    observer = Losing(case)
+    with ExitStack() as hooks:
+        for block in model.blocks:
+            replaced = block.attention.out.register_forward_pre_hook(observer.put)
+            hooks.callback(replaced.remove)
+        return model(ids, observer)
+
+
 def of_our_own(measured: Subject) -> dict[str, list[float]]:
-    """The mean loss of each text by case, of a model with plain rotary attention."""
+    """The mean loss of each text by case."""
     ids = measured.inputs("natural", 32, 64)
     losses = {}
     for case in CASES:
-        observer = Losing(case)
-        with ExitStack() as hooks:
-            for block in measured.model.blocks:
-                replaced = block.attention.out.register_forward_pre_hook(observer.put)
-                hooks.callback(replaced.remove)
-            logits = measured.model(ids, observer)
+        logits = logits_of_our_own(measured.model, ids, case)
         nats = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
         losses[case] = nats.mean(dim=1).tolist()
     return losses

@@ -99,9 +99,13 @@ def _of_heads(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def _of_recall(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """How many points more of the needles are recalled with x_1 hidden: a 95 % interval over prompts, paired."""
+    """How many points more of the needles are recalled once x_1 is dropped from the cache: a 95 % interval over
+    prompts, paired.
+
+    Not with x_1 hidden: x_2 may then become the sink.
+    """
     rows = sections["recall"]["rows"]
-    change = [100 * (row["hidden"][0] - row["kept"][0]) for row in rows]
+    change = [100 * (row["dropped"][0] - row["kept"][0]) for row in rows]
     return {"recall_without_sink": _interval(np.mean(change), stats.sem(change), len(change) - 1)}
 
 

@@ -154,7 +154,7 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
-    from sinkutils.training.group import end_with_parent, joined
+    from sinkutils.training.sweep import end_with_parent
     from sinkutils.training.trainer import train
 
     end_with_parent()  # a worker of a sweep stops when the sweep is killed
@@ -162,10 +162,7 @@ def train_command(options: argparse.Namespace) -> None:
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    with joined(device) as group:
-        record = train(run, device=device, keep_weights=keep, group=group, **where)
-    if not group.first:  # of several processes that train one run, the first speaks
-        return
+    record = train(run, device=device, keep_weights=keep, **where)
     name = short_name(record.folder)
     if record.status == "failed":
         print(f"{name}: training failed ({record.reason}); this is recorded as the result")

@@ -194,7 +194,7 @@ def snapshots(config, steps: list[int], line: str) -> dict:
             run.graph = GraphedStep(run)
         for step in steps:
             while run.step < step:
-                run.advance(run.loss)
+                run.advance()
                 run.passed.clear()
             half = {
                 name: weight.half().cpu().contiguous()

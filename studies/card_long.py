@@ -42,7 +42,8 @@ def compiled_loss(config, corpus: Corpus, device: torch.device):
     forms = next_token_loss, torch.compile(next_token_loss)
     for forward in forms:
         run = Run(config, corpus, device)
-        losses.append(torch.stack([run.advance(forward) for _ in range(GUARD_STEPS)]))
+        run.forward = forward
+        losses.append(torch.stack([run.advance() for _ in range(GUARD_STEPS)]))
     worst = float((losses[0] - losses[1]).abs().max())
     print(
         f"compiled steps are within {worst:.4f} nats of eager ones over {GUARD_STEPS} steps",
@@ -92,13 +93,15 @@ def main() -> int:
     with reproducible(device):
         forward = compiled_loss(config, corpus, device) if options.compile else None
         run = Run(config, corpus, device)
-        if forward is None and may_graph(run):
+        if forward is not None:
+            run.forward = forward
+        elif may_graph(run):
             run.graph = GraphedStep(run)
         run.parts.append(conditions_of(run, forward is not None, run.graph is not None))
         run.evaluate([])
         report, curve = None, options.out / "curves.jsonl"
         while run.step < config.train.steps and time.monotonic() - began < options.seconds:
-            run.advance(forward or next_token_loss)
+            run.advance()
             if run.step % config.train.eval_every:
                 continue
             float(run.passed[-1][0])  # waits for the GPU: so much was training

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,19 +71,19 @@ class Stack:
         batch = torch.stack([run.batch() for run in self.runs])  # (K, B, C + 1)
         set_rate(self.optimizers, learning_rate(first.config.train, first.step))
         update = self.graph or self.update
-        losses, norms = update(self.losses, batch)
+        losses, norms = update(batch)
         for run, loss, norm in zip(self.runs, losses, norms, strict=True):
             run.step += 1
             run.passed.append((loss, norm))
         return losses
 
-    def update(self, losses: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Update the weights by a batch (K, B, C + 1); returns losses and gradient norms, (K,).
 
         The norms are those before clipping.
         """
         with self.runs[0].autocast():
-            loss = losses(batch)
+            loss = self.losses(batch)
         loss.sum().backward()  # no model's loss depends on another's parameters
         norms = clip_each(list(self.parameters.values()), self.clip_norm)
         for optimizer in self.optimizers:

@@ -261,10 +261,10 @@ def refuses(
 def interrupted(step: int) -> Iterator[None]:
     """While this is open, a run stops when it is to take its step of this number, counted from 0."""
 
-    def advance(run: Run, forward: Any, really: Any = Run.advance) -> Tensor:
+    def advance(run: Run, really: Any = Run.advance) -> Tensor:
         if run.step == step:
             raise KeyboardInterrupt
-        return really(run, forward)
+        return really(run)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "advance", advance)
@@ -297,11 +297,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
-def torchrun(*arguments: str, **more: str) -> subprocess.CompletedProcess:
-    """Two processes that run this together, to their end; more: of their environment."""
+def torchrun(*arguments: str) -> subprocess.CompletedProcess:
+    """Two processes that run this together, to their end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, *arguments], env=environment(**more), **streams)
+    process = subprocess.Popen([*command, *arguments], env=environment(), **streams)
     try:
         stdout, stderr = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:

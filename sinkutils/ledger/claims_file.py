@@ -60,7 +60,8 @@ class Claim:
     given: what it takes for granted, without which nothing is tested. remark: by hand.
     gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here,
     if so: it holds in an untrained model ("untrained"), by "mathematics" ("mathematics, in part":
-    not in every case), or by "construction". fresh: only seeds that came after the claim count.
+    not in every case), or by "construction"; or part of it is that a sink goes which our models
+    do not have ("no sink to lose, in part"). fresh: only seeds that came after the claim count.
     """
 
     id: str

@@ -160,9 +160,12 @@ class Report:
         low, high = np.quantile(means, [0.025, 0.975])
         return float(low), float(high)
 
-    def to_dict(self) -> dict[str, Any]:
-        """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
-        levels = sorted({*self.epsilons, *CURVE_EPSILONS})
+    def to_dict(self, levels: Sequence[float] = CURVE_EPSILONS) -> dict[str, Any]:
+        """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms.
+
+        levels: the eps of Sink beside the report's own.
+        """
+        levels = sorted({*self.epsilons, *levels})
         result: dict[str, Any] = {"T": self.length}
         for name in CONDITIONS:
             result[name] = getattr(self, name)

@@ -47,13 +47,9 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
 
 def of_report(report: Report) -> Json:
     """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms by position."""
-    numbers = report.to_dict()
+    numbers = report.to_dict(EPSILONS)
     for name in NOT_KEPT:
         numbers.pop(name, None)
-    kept = set(map(str, EPSILONS))
-    for by_eps in (*numbers["sink"].values(), numbers.get("sink_star", {})):
-        for eps in by_eps.keys() - kept:
-            del by_eps[eps]
     for name in numbers.keys() & set(BY_POSITION):
         numbers[name] = rounded(numbers[name], NORM_DIGITS)
     return numbers

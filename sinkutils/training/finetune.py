@@ -10,15 +10,15 @@ import hashlib
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
-from sinkutils.data.tokenizer import open_tokenizer, special_ids
+from sinkutils.data.tokenizer import special_ids
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.record import WEIGHTS, Record
-from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import CrossEntropy, Run
 
 
@@ -44,15 +44,19 @@ class FinetuneRun(Run):
     fixed_shapes = False  # as many logits as the answers have tokens
 
     def __init__(
-        self,
-        config: FinetuneConfig,
-        corpus: Corpus,
-        device: torch.device,
-        start: Record,
-        group: Group = ALONE,
+        self, config: FinetuneConfig, corpus: Corpus, device: torch.device, start: Record
     ) -> None:
-        self.start = start  # which `first_model` and `batches` read
-        super().__init__(config, corpus, device, group)
+        model = TransformerLM(config.model)
+        model.load_state_dict(start.load_weights())
+        tokenizer = start.tokenizer  # not always the corpus's
+        held_out, pairs = pairs_of(config, tokenizer, start.folder.name)
+        batches = (pairs, held_out)
+        super().__init__(config, corpus, device, model=model, tokenizer=tokenizer, batches=batches)
+        weights = start.digests[WEIGHTS]
+        self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
+        # A checkpoint is of this run only if it began with all of these.
+        digests = corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights
+        self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
 
     @staticmethod
     def weight(part: Tensor) -> int:
@@ -60,30 +64,17 @@ class FinetuneRun(Run):
         answers = part[:, 1, 1:] != IGNORED
         return int(answers.sum())
 
-    def first_model(self) -> TransformerLM:
-        """The model of the record it starts from, and its tokenizer: not always the corpus's."""
-        self.tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
-        model = TransformerLM(self.config.model)
-        model.load_state_dict(self.start.load_weights())
-        return model
 
-    def batches(self) -> tuple[Pairs, Pairs]:
-        """The conversations after the first few, and these, which are held out."""
-        config = self.config
-        special = special_ids(self.tokenizer, self.start.folder.name)
-        first = []
-        if config.data.fixed_position:
-            first = [special["fix_id"]]
-        layout = Layout(self.tokenizer, first, special["eos_id"], config.model.context_length)
-        # The held-out ones come first, so that more pairs leave them as they are.
-        counts = (config.train.valid_chunks, config.pairs)
-        name = config.instructions
-        held_out, pairs = self.group.in_turn(
-            lambda: make_pairs(conversations(name), layout, counts, name)
-        )
-        weights = self.start.digests[WEIGHTS]
-        self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
-        # A checkpoint is of this run only if it began with all of these.
-        digests = self.corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights
-        self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        return pairs, held_out
+def pairs_of(config: FinetuneConfig, tokenizer: Tokenizer, name: str) -> list[Pairs]:
+    """The conversations that are held out, and those that a run trains on.
+
+    name: of the tokenizer, for messages.
+    """
+    special = special_ids(tokenizer, name)
+    first = []
+    if config.data.fixed_position:
+        first = [special["fix_id"]]
+    layout = Layout(tokenizer, first, special["eos_id"], config.model.context_length)
+    # The held-out ones come first, so that more pairs leave them as they are.
+    counts = (config.train.valid_chunks, config.pairs)
+    return make_pairs(conversations(config.instructions), layout, counts, config.instructions)

@@ -33,16 +33,16 @@ class GraphedStep:
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=run.device)
                 group["capturable"] = True
 
-    def __call__(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one step on a batch, as `run.update` gives them."""
         self.steps += 1
         if self.steps <= WARM_UP:
-            return self.run.update(forward, batch)
+            return self.run.update(batch)
         if self.graph is None:
             self.batch = batch.clone()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):  # which runs nothing yet
-                self.loss, self.norm = self.run.update(forward, self.batch)
+                self.loss, self.norm = self.run.update(self.batch)
         self.batch.copy_(batch)
         self.graph.replay()
         return self.loss.clone(), self.norm.clone()

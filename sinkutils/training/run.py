@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -26,7 +27,6 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
 from sinkutils.study.record import rounded
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import ALONE, Group
 
 AHEAD = 16  # steps whose batches go to the device together
 ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
@@ -164,25 +164,30 @@ class Run:
         config: RunConfig,
         corpus: Corpus,
         device: torch.device,
-        group: Group = ALONE,
+        *,
+        model: TransformerLM | None = None,
+        tokenizer: Tokenizer | None = None,
+        batches: tuple[Batches, Batches] | None = None,
     ) -> None:
+        """model: to start from; None: one with fresh weights. tokenizer: None: that of the corpus.
+        batches: to train on, and to validate on; None: chunks of the corpus.
+        """
         # `torch.__version__` compares as a version and not as letters.
         require(torch.__version__ >= "2.11", "training needs torch 2.11 or later")
         self.config = config
         self.corpus = corpus
         self.device = device
-        self.group = group
-        self.tokenizer = corpus.tokenizer
+        self.tokenizer = tokenizer or corpus.tokenizer
         self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
         # The model and what trains it.
         train = config.train
         self.precision = usable_precision(train.precision, device)
-        self.model = self.first_model().to(device)
-        # The model itself, or what DDP puts around it.
-        self.trained = group.wrap(self.model)
+        model = model or TransformerLM(config.model, config.seed)
+        self.model = model.to(device)
+        self.forward: Callable[..., Tensor] = self.loss  # of a step; `train` may compile it
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), train)
-        self.chunks, valid = self.batches()
+        self.chunks, valid = batches or self.chunks_of_text()
         # The batches of this step and the next ones, on the device.
         self.ahead: Tensor | None = None
         # How a step is made on a GPU, if not one kernel at a time.
@@ -207,21 +212,17 @@ class Run:
         # Of each step since the last evaluation: loss, and gradient norm before clipping.
         self.passed: list[tuple[Tensor, Tensor]] = []
 
-    def first_model(self) -> TransformerLM:
-        """The model before the first step."""
-        return TransformerLM(self.config.model, self.config.seed)
-
-    def batches(self) -> tuple[Batches, Batches]:
-        """What the run trains on, and what it is validated on."""
+    def chunks_of_text(self) -> tuple[Batches, Batches]:
+        """What a pre-training trains on, and what it is validated on."""
         config = self.config
-        length = self.config.model.context_length
+        length = config.model.context_length
         # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
         size = self.corpus.tokens("train").nbytes
         device = self.device if size < ON_DEVICE else CPU
         train = Chunks(self.corpus, "train", length, config.data, config.seed, device)
-        validation = self.group.in_turn(self.validation_corpus)
-        return train, Chunks(validation, "valid", length, unchanged)
+        valid = Chunks(self.validation_corpus(), "valid", length, unchanged)
+        return train, valid
 
     def validation_corpus(self) -> Corpus:
         """The text to validate on, in the run's tokens: its own, or where it is the config's, that
@@ -242,8 +243,6 @@ class Run:
             "corpus_train_tokens": len(self.chunks.tokens),
             "wall_seconds": round(self.seconds, 1),
             "tokens_per_second": round(tokens / self.seconds),
-            "processes": self.group.size,
-            "parallel": "ddp" if self.group.size > 1 else None,
             **self.more,
         }
         if len(self.parts) > 1:
@@ -264,30 +263,24 @@ class Run:
         start = index * size
         return self.ahead[start : start + size]
 
-    def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the loss of the batch, or of this process's share of it.
-
-        forward: the loss of model, micro-batch and unscored positions, compiled or not.
-        """
-        batch = self.group.share(self.batch())
+    def advance(self) -> Tensor:
+        """One optimiser step; returns the loss of its batch."""
+        batch = self.batch()
         set_rate(self.optimizers, learning_rate(self.config.train, self.step))
         update = self.graph or self.update
-        total, norm = update(forward, batch)
+        total, norm = update(batch)
         self.step += 1
         self.passed.append((total, norm))
         return total
 
-    def update(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The weights after one batch: its loss, and the norm of the gradient before clipping."""
         config = self.config.train
         parts = batch.split(config.micro_batch or config.batch_size)  # micro-batches
         total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts, start=1):
-            if self.group.size > 1:  # gradients are averaged with the last micro-batch
-                trained: Any = self.trained
-                trained.require_backward_grad_sync = number == len(parts)
+        for part in parts:
             with self.autocast():
-                loss = forward(self.trained, part, self.unscored)
+                loss = self.forward(self.model, part, self.unscored)
             loss = loss / len(parts)  # so that gradients add up to those of the batch's mean
             loss.backward()
             total += loss.detach()
@@ -298,9 +291,8 @@ class Run:
         return total, norm
 
     def losses(self) -> list[float]:
-        """The loss of each step since the last evaluation, means over the group."""
-        losses = torch.stack([loss for loss, _ in self.passed])
-        return self.group.mean(losses).tolist()
+        """The loss of each step since the last evaluation."""
+        return torch.stack([loss for loss, _ in self.passed]).tolist()
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
@@ -310,8 +302,6 @@ class Run:
         """
         with self.autocast():
             valid_loss = self.valid_loss()
-        # Rank 0's, so that all take it for finite or none.
-        valid_loss = self.group.once(lambda: valid_loss)
         if not math.isfinite(valid_loss):
             return None
         targets = min(SINK_TARGETS, self.config.train.eval_length)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +31,6 @@ from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.grid import config, find_preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
-from sinkutils.training.group import PARENT
 
 POLL_SECONDS = 0.2
 LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
@@ -37,6 +38,7 @@ SAID = "sinkutils: "  # how messages of the command line begin
 STOP_SECONDS = 10.0  # which a worker has to end after TERM
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
 AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
+PARENT = "SINKUTILS_PARENT"  # the variable by which a worker knows the sweep that started it
 
 
 class Worker:
@@ -67,6 +69,20 @@ class Worker:
             if prefix:
                 messages.append(message)
         return status, messages
+
+
+def end_with_parent() -> None:
+    """Of a worker: end when the sweep that started this process has ended, or was killed."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def stop(jobs: list[Job]) -> int:

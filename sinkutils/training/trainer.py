@@ -34,7 +34,6 @@ from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.final import summary
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set
 
 CHECKPOINT = 2  # raised when what a checkpoint holds changes
@@ -52,7 +51,6 @@ def train(
     graph: bool | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
-    group: Group = ALONE,
 ) -> Record:
     """Train one run to its end and write its record; a finished one is returned as it is.
 
@@ -71,27 +69,18 @@ def train(
       stands apart (`study.store.Runs.of`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
     graph: make each step one CUDA graph (`training.graph`); None: on a GPU, if the run allows it.
-    group: the processes that train this run together, each of which calls `train`.
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store = Runs(runs)
     target = find_device(device)
     if corpus is None:  # a record is found without opening the text
-        done = group.once(store.of(config).record, keep_weights)
+        done = store.of(config).record(keep_weights)
         if done is not None:
             return done
-    group.check_batch(config.train.batch_size, config.train.micro_batch)
-    progress = progress and group.first
-    # The text, which every process of the group opens.
     text = corpus
     if not isinstance(text, Corpus):
-        name = text or config.data.corpus
-        text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
-    require(
-        group.once(getattr, text, "fingerprint") == text.fingerprint,
-        f"the processes do not agree on the corpus {text.name!r}",
-    )
-    run_folder = group.once(store.of, config, text.identity)
+        text = load_corpus(text or config.data.corpus, config.model.vocab_size)
+    run_folder = store.of(config, text.identity)
     _check_text(text, run_folder, own_folder=store.of(config))
     if compile is None:
         preset = grid.PRESETS.get(config.preset)
@@ -102,7 +91,7 @@ def train(
     start: Record | None = None
     if isinstance(config, FinetuneConfig):
         before = grid.config(config.start, config.preset, config.seed)
-        start = group.once(_start_of, store, before, text.identity)
+        start = _start_of(store, before, text.identity)
         if start is None:
             start = train(
                 before,
@@ -114,39 +103,36 @@ def train(
                 graph=graph,
                 checkpoint_seconds=checkpoint_seconds,
                 progress=progress,
-                group=group,
             )
         require(
             start.status == "done",
             f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
             f"and that run failed to train ({start.reason})",
         )
-    # Rank 0 holds the lock for all.
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(reproducible(target))
-        group.once(stack.enter_context, run_folder.lock())
-        done = group.once(run_folder.record, keep_weights)  # also by whoever held the lock before
+    with reproducible(target), run_folder.lock():
+        done = run_folder.record(keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        group.once(run_folder.check_free)
+        run_folder.check_free()
         # The run as it begins, or as its checkpoint left it.
         run: Run
         if isinstance(config, FinetuneConfig) and start is not None:
-            run = FinetuneRun(config, text, target, start, group)
+            run = FinetuneRun(config, text, target, start)
         else:
-            run = Run(config, text, target, group)
+            run = Run(config, text, target)
         load_checkpoint(run, run_folder.checkpoint)
         # How a step is made; the record says so.
         if graph is None:
             graph = may_graph(run) and not compile
         if graph:
             run.graph = GraphedStep(run)
-        forward = torch.compile(run.loss) if compile else run.loss
+        if compile:
+            run.forward = torch.compile(run.loss)
         conditions = conditions_of(run, compile, graph)
         if run.parts[-1:] != [conditions]:  # a run may go on on another machine
             run.parts.append(conditions)
         checkpoint = run_folder.checkpoint
-        reason, report = to_its_end(run, forward, progress, checkpoint, checkpoint_seconds)
+        reason, report = to_its_end(run, progress, checkpoint, checkpoint_seconds)
         return save_run(run, run_folder.folder, reason, report, keep_weights)
 
 
@@ -157,15 +143,15 @@ def save_run(
 
     reason: of its failure, None if it has none. report: of its last evaluation.
     """
-    # Each process has all of this; rank 0 writes it.
-    weights = run.model.state_dict() if keep_weights else None
-    tokenizer = run.tokenizer if keep_weights else None
-    arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-    metrics = summary(run, report, reason)
-    provenance = run.provenance()
-    identity = run.corpus.identity
-    return run.group.once(
-        write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
+    return write_record(
+        folder,
+        run.config,
+        metrics=summary(run, report, reason),
+        provenance=run.provenance(),
+        weights=run.model.state_dict() if keep_weights else None,
+        tokenizer=run.tokenizer if keep_weights else None,
+        corpus=run.corpus.identity,
+        arrays={"curve": torch.stack(run.alphas)} if run.alphas else None,
     )
 
 
@@ -204,15 +190,11 @@ def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None
 
 
 def to_its_end(
-    run: Run,
-    forward: Any,
-    progress: bool,
-    checkpoint: Path,
-    checkpoint_seconds: float,
+    run: Run, progress: bool, checkpoint: Path, checkpoint_seconds: float
 ) -> tuple[str | None, Report | None]:
     """Train a run; returns why it failed, or None, and the report of its last evaluation.
 
-    forward: the loss, compiled or not. checkpoint: where it keeps its state.
+    checkpoint: where it keeps its state.
     """
     schedule = run.config.train
     if not run.curve:  # what position terms and biases do by themselves, without a step
@@ -230,7 +212,7 @@ def to_its_end(
     )
     with bar:
         while True:
-            run.advance(forward)
+            run.advance()
             bar.update()
             ended = run.step == schedule.steps
             if run.step % schedule.eval_every and not ended:
@@ -242,7 +224,7 @@ def to_its_end(
             point = run.curve[-1]
             bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
-            if run.group.first and time.monotonic() - saved > checkpoint_seconds:
+            if time.monotonic() - saved > checkpoint_seconds:
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
 
@@ -275,9 +257,9 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
 
 
 def may_graph(run: Run) -> bool:
-    """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
-    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
-    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
+    """Whether a step can be one CUDA graph: on a GPU, with AdamW, whose state stays there."""
+    on_gpu = run.device.type == "cuda"
+    return on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
@@ -319,7 +301,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
-    state = run.group.once(_state_of, run, path)
+    state = _state_of(run, path)
     if not state:
         return
     run.model.load_state_dict(state["model"])

@@ -8,7 +8,7 @@ from helpers import CPU, refuses
 from stacked import Stack, clip_each, train_stacked
 from torch.testing import assert_close
 
-from sinkutils import AttentionSpec
+from sinkutils import AttentionSpec, TransformerLM
 from sinkutils.study.config import RunConfig
 from sinkutils.training import run as training_run
 from sinkutils.training.run import Run, next_token_loss
@@ -51,7 +51,7 @@ def test_stacked_runs_have_the_losses_gradients_and_weights_of_single_runs(name,
     for _ in range(STEPS):
         stack.advance()
         for run in single:
-            run.advance(next_token_loss)
+            run.advance()
     batch = torch.stack([run.batch() for run in single])
     stack.losses(batch).sum().backward()
     for number, (alone, stacked) in enumerate(zip(single, stack.runs, strict=True)):
@@ -112,15 +112,14 @@ def test_what_has_a_record_is_not_trained_again(tiny, corpus, tmp_path):
 
 def test_a_run_that_fails_is_recorded_and_stops_no_other(tiny, corpus, tmp_path, monkeypatch):
     configs = [variant(tiny, "fixed_1", seed, eval_every=10) for seed in (0, 1)]
-    reset = Run.first_model
 
-    def broken(run):
-        model = reset(run)
-        if run.config.seed == 1:
+    def broken(config, seed):
+        model = TransformerLM(config, seed)
+        if seed == 1:
             model.unembed.weight.data.fill_(torch.nan)
         return model
 
-    monkeypatch.setattr(training_run.Run, "first_model", broken)
+    monkeypatch.setattr(training_run, "TransformerLM", broken)
     records = train_stacked(configs, tmp_path, corpus=corpus, device="cpu", keep_weights=never)
     assert [record.status for record in records] == ["done", "failed"]
     assert "by step 10" in records[1].reason

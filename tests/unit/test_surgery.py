@@ -5,6 +5,7 @@ import re
 from functools import partial
 
 import alone
+import lost_key
 import mechanism
 import numpy as np
 import pytest
@@ -19,7 +20,16 @@ from transformers import DynamicCache
 import sinkutils
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.subject import Subject
-from sinkutils.measuring.surgery import edit, hide, set_back, stream, transplant, untouched
+from sinkutils.measuring.surgery import (
+    edit,
+    hide,
+    operating,
+    run,
+    set_back,
+    stream,
+    transplant,
+    untouched,
+)
 from sinkutils.model.attention import AttentionSpec, attend, rotate
 
 # What makes three blocks of a family
@@ -460,6 +470,56 @@ def test_hide_reports_the_sinks_that_it_is_asked_for(ids):
     report = hide(model, ids, since=5, targets=(1, 5)).report
     assert report.targets == (1, 5)
     assert_close(report.alpha[:, 0], hide(model, ids, since=5).report.alpha[:, 0])
+
+
+# --- benchmarks/lost_key.py
+
+
+def test_a_lost_key_takes_its_value_or_its_weight_or_both_with_it():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 1, 5, 5, generator=generator).masked_fill(
+        torch.ones(5, 5).triu(1).bool(), -torch.inf
+    )
+    v = torch.randn(1, 1, 5, 3, generator=generator)
+    late = torch.arange(5) >= 3
+    for case, (value, weights) in lost_key.CASES.items():
+        out = lost_key.output(logits, v, case, late)[0, 0]
+        for i in range(5):
+            shares = logits[0, 0, i].softmax(dim=0)
+            others = shares[1:] @ v[0, 0, 1:]
+            if late[i] and not weights:
+                others = others / (1 - shares[0])  # the other weights sum to one
+            expected = others + shares[0] * v[0, 0, 0] * float(value or not late[i])
+            assert_close(out[i], expected)
+
+
+def test_a_lost_key_is_that_of_a_streaming_cache(monkeypatch):
+    model = build("llama")
+    ids = tokens(2, 9, least=3)
+    monkeypatch.setattr(lost_key, "WINDOW", 4)
+    keys = torch.arange(9)
+    forgotten = (keys[:, None] - keys >= 3) & ((keys > 0) | (keys[:, None] >= 4))
+    with operating(model, ids, cache=True) as capture:
+        without = run(capture, ids, hidden=forgotten).losses
+    expected = {"kept": stream(model, ids, window=3, sinks=1).losses, "both lost": without}
+    for case, losses in expected.items():
+        with torch.no_grad(), lost_key.losing(model, case):
+            logits = model(ids, use_cache=False).logits[:, :-1]
+        nats = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+        assert_close(nats, losses, atol=1e-5, rtol=1e-5)
+
+
+def test_in_our_own_model_a_lost_key_changes_every_token_but_the_first():
+    model = own_model()
+    ids = tokens(3, LENGTH, least=3)
+    with torch.no_grad():
+        plain = model(ids)
+    for case in lost_key.CASES:
+        logits = lost_key.logits_of_our_own(model, ids, case)
+        different = (logits - plain).abs().amax(dim=(0, 2)) > 1e-4  # by position
+        assert different.tolist() == [False] + [case != "kept"] * (LENGTH - 1)
+    with torch.no_grad():
+        assert_close(model(ids), plain)  # left as it was
 
 
 # --- benchmarks/recall.py

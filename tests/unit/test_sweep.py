@@ -191,9 +191,9 @@ class Command:
         stdout.write(said.getvalue().encode())
         return ended(status)
 
-    def advance(self, run, forward, really=Run.advance):
+    def advance(self, run, really=Run.advance):
         self.steps[run.config.seed] += 1
-        return really(run, forward)
+        return really(run)
 
     def status(self):
         """Sweep, and count the steps of each seed anew."""
@@ -215,7 +215,7 @@ def command(undisturbed, text_folder, runs, monkeypatch):
         monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
         processes = SimpleNamespace(Popen=command.train, STDOUT=None)
         monkeypatch.setattr(sweep_module, "subprocess", processes)
-        monkeypatch.setattr(Run, "advance", lambda run, forward: command.advance(run, forward))
+        monkeypatch.setattr(Run, "advance", lambda run: command.advance(run))
         return command
 
     return make

@@ -28,7 +28,6 @@ from sinkutils.training import run as training_run
 from sinkutils.training import trainer
 from sinkutils.training.final import NOT_KEPT, destinations, gradient_norms, line_breaks
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import Group
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
 from sinkutils.training.trainer import divergence, reproducible, train
 
@@ -41,7 +40,7 @@ def advanced(run: RunConfig, corpus, steps: int) -> Run:
     """The state of a run after so many steps."""
     state = Run(run, corpus, CPU)
     for _ in range(steps):
-        state.advance(next_token_loss)
+        state.advance()
     return state
 
 
@@ -92,7 +91,7 @@ def test_prefixes_fixed_and_unscored_tokens_are_no_loss(
     batch = run.chunks.batch(0, 4, 0)
     logits = run.model(batch[:, :-1])[:, kept].flatten(0, 1)
     expected = F.cross_entropy(logits, batch[:, 1:][:, kept].flatten())
-    assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
+    assert float(run.advance()) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_run_can_be_validated_on_another_text_in_its_tokens(tiny, corpus, tmp_path, monkeypatch):
@@ -112,8 +111,8 @@ def test_a_run_can_be_validated_on_another_text_in_its_tokens(tiny, corpus, tmp_
 
 def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
     whole, parts = (Run(change(tiny, micro_batch=m), corpus, CPU) for m in (None, 2))
-    loss = float(parts.advance(next_token_loss))
-    assert float(whole.advance(next_token_loss)) == pytest.approx(loss, rel=1e-5)
+    loss = float(parts.advance())
+    assert float(whole.advance()) == pytest.approx(loss, rel=1e-5)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         assert_close(a, b, rtol=1e-3, atol=1e-5)
 
@@ -219,9 +218,9 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
 def test_a_run_on_a_cpu_takes_one_thread_and_gives_them_back(tiny, corpus, tmp_path, monkeypatch):
     seen = set()
 
-    def counted(self, forward, advance=Run.advance):
+    def counted(self, advance=Run.advance):
         seen.add(torch.get_num_threads())
-        return advance(self, forward)
+        return advance(self)
 
     monkeypatch.setattr(Run, "advance", counted)
     torch.set_num_threads(2)  # until the next test
@@ -360,7 +359,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, 
     trainer.load_checkpoint(resumed, tmp_path / "c.pt")
     assert resumed.step == 3
     for _ in range(3):
-        resumed.advance(next_token_loss)
+        resumed.advance()
     weights = advanced(tiny, corpus, 6).model.state_dict()
     assert all(torch.equal(x, weights[name]) for name, x in resumed.model.state_dict().items())
 
@@ -419,16 +418,6 @@ def test_configs_take_no_part_of_another_kind(tiny):
         refuses(field, dataclasses.replace, tiny, **{field: -1})
 
 
-def test_processes_share_batches_evenly_or_are_refused():
-    batch = torch.arange(24).reshape(8, 3)
-    shares = [Group(rank=rank, size=4).share(batch) for rank in range(4)]
-    assert torch.equal(torch.cat(shares), batch) and {len(share) for share in shares} == {2}
-    Group(size=4).check_batch(512, 16)
-    Group(size=128).check_batch(512, 16)  # shares smaller than a micro-batch
-    refuses("3 processes cannot share batches of 512", Group(size=3).check_batch, 512, 16)
-    refuses("start as many as divide 32", Group(size=24).check_batch, 96, 3)
-
-
 def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch.set_deterministic_debug_mode("error")
@@ -451,7 +440,7 @@ def test_a_graph_of_the_step_has_the_losses_of_eager_steps(precision, tiny, corp
         with reproducible(torch.device("cuda", 0)):
             run = Run(config, corpus, torch.device("cuda", 0))
             run.graph = GraphedStep(run) if form == "graph" else None
-            losses[form] = torch.stack([run.advance(next_token_loss) for _ in range(50)])
+            losses[form] = torch.stack([run.advance() for _ in range(50)])
     assert_close(losses["graph"], losses["eager"], rtol=0, atol=1e-5)
     assert losses["eager"][-1] < losses["eager"][0]
 
