@@ -26,13 +26,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-<<<<<<< HEAD
-from sinkutils.checks import instance, integer, numbers, require, short
+from sinkutils.checks import instance, integer, integers, require, short
 from sinkutils.measuring.measure import measure, sequences
-=======
-from sinkutils.checks import integer, integers, require
-from sinkutils.measuring.measure import measure
->>>>>>> e3069d3e86783adda4f390da43fbd68ea5bac737
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
@@ -91,13 +86,9 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
     `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
-<<<<<<< HEAD
     instance("courses", courses, Mapping)
     require(len(courses) > 0, "courses must have at least one")
-    numbers("steps", steps)
-=======
     steps = integers("steps", steps, least=0)
->>>>>>> e3069d3e86783adda4f390da43fbd68ea5bac737
     runs = []
     with mpl.rc_context(STYLE):
         height = 0.5 + 1.9 * len(courses)

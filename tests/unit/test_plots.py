@@ -144,7 +144,7 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     dots = [ax.collections[0].get_offsets()[:, 1] for ax in still.axes if ax.collections]
     assert [heights.tolist() for heights in dots] == [[0.5] * 6, [0] * 6]
     refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
-    refuses("steps must be a sequence of numbers, got None", su.film, courses, None)
+    refuses("steps must be several integers, got None", su.film, courses, None)
     refuses("courses must be of type Mapping, got list", su.film, [rising], [0, 100, 200])
     refuses("at least one", su.film, {}, [0, 100, 200])
     refuses(r"the shape \(steps, layers, heads\), got \(2, 3\)", su.film, {"a": rising[0]}, [0, 1])
