@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
@@ -21,18 +20,26 @@ def require(condition: bool, message: str) -> None:
 
 def short(value: Any) -> str:
     """A value as a message shows it: one line, and of a long one the beginning."""
-    return textwrap.shorten(repr(value), 60, placeholder=" …")
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 60 else line[:58] + " …"
 
 
-def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
-    """An integer in least..most; True and False are not integers here."""
-    # NumPy's integers count: our own frames hand them out.
+def integer(name: str, value: Any, least: int, most: float = math.inf) -> int:
+    """An integer in least..most, as Python's own; True and False are not integers here."""
+    # NumPy's integers count: our own frames hand them out, and neither JSON nor PyTorch takes them.
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole:
         raise ValueError(f"{name} must be an integer, got {short(value)}")
     if not least <= value <= most:
         wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
         raise ValueError(f"{name} must be {wanted}, got {value}")
+    return int(value)
+
+
+def integers(name: str, values: Any, least: int, most: float = math.inf) -> list[int]:
+    """Several integers in least..most, as a list."""
+    require(isinstance(values, Iterable), f"{name} must be several integers, got {short(values)}")
+    return [integer(f"each of {name}", value, least, most) for value in values]
 
 
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
@@ -71,17 +78,19 @@ def fields(config: Any, **least: float) -> None:
     """Every field of a dataclass by its type: integers of at least 1, floats of at least 0.
 
     least: another least number, by field. A type may be one with None; of a tuple every element is
-    checked.
+    checked. Numbers of NumPy become Python's own, of which JSON can be made.
     """
     for name, (kind, *others) in types(config.__class__).items():
         value = getattr(config, name)
         if value is None and type(None) in others:
             continue
-        elements = (value,)
-        if ... in others:  # tuple[int, ...]
+        several = ... in others  # tuple[int, ...]
+        if several:
             instance(name, value, tuple)
-            elements = value
-        for element in elements:
+        elements = []
+        for element in value if several else (value,):
+            if isinstance(element, np.generic):
+                element = element.item()
             if kind is int:
                 integer(name, element, int(least.get(name, 1)))
             elif kind is float:
@@ -89,6 +98,9 @@ def fields(config: Any, **least: float) -> None:
                 real(name, element, wanted, least.get(name, 0.0))
             else:
                 instance(name, element, kind)
+            elements.append(element)
+        value = tuple(elements) if several else elements[0]
+        object.__setattr__(config, name, value)  # as the config is frozen
 
 
 def first_line(error: BaseException) -> str:

@@ -234,7 +234,7 @@ def claims_command(options: argparse.Namespace) -> None:
     """print the ledger: every claim and its verdict"""
     from sinkutils.ledger.table import claims
 
-    ledger = claims(options.preset, options.runs).fillna("")
+    ledger = claims(options.preset, options.runs).astype(object).fillna("")
     for row in ledger.to_dict("records"):
         print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
         for name in ("paper", "ours", "remark"):
@@ -260,15 +260,10 @@ def measure_options(command: Parser) -> None:
     add(
         "--probe",
         nargs="+",
-        default=["natural"],
         choices=("natural", "random", "repeat"),
-        help="kinds of input (default: natural)",
+        help="kinds of input, in place of --text (default: natural)",
     )
-    add(
-        "--corpus",
-        default="docstrings",
-        help="where natural text comes from (default: docstrings)",
-    )
+    add("--corpus", help="where natural text comes from (default: docstrings)")
     add(
         "--targets",
         type=int,
@@ -296,6 +291,7 @@ def measure_command(options: argparse.Namespace) -> None:
     """measure the attention sink of causal language models"""
     import pandas as pd
 
+    from sinkutils.checks import require
     from sinkutils.data.external import read_texts
     from sinkutils.measuring.report import check_epsilons, check_targets
     from sinkutils.measuring.subject import BOS, subject
@@ -303,26 +299,27 @@ def measure_command(options: argparse.Namespace) -> None:
     # Mistakes are said before a model is loaded.
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
+    require(len({*options.model}) == len(options.model), "give each model once")
+    texts = None
+    kinds = options.probe or ["natural"]
+    if options.text:
+        given = options.probe or options.corpus
+        require(not given, "--text is measured in place of --probe and --corpus: leave these out")
+        texts = read_texts(options.text)
+        kinds = [None]
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
     loading = chosen(options, "device", "dtype", "revision", "runs", "trust_remote_code")
-    texts = read_texts(options.text) if options.text else None
-    kinds = [None] if options.text else options.probe
     size = (options.n, options.length, options.seed)
     reports = {}
     for name in options.model:
-        measured = replace(subject(name, **loading), corpus=options.corpus)
+        measured = replace(subject(name, **loading), corpus=options.corpus or "docstrings")
         for kind in kinds:
             # A record whose training fixed a token is measured with that token.
             for first in (BOS,) if options.bos else measured.shown:
                 ids = measured.inputs(kind, *size, first=first, texts=texts)
                 report = measured.measure(ids, **how)
-                title = kind or options.text.name
-                report.name = f"{name}, {title}, {first} first"
-                if first == BOS and not options.bos:
-                    title += ", BOS first"
-                if len(options.model) > 1:
-                    title = f"{name} {title}"
-                reports[title] = report
+                report.name = f"{name}, {kind or options.text.name}, {first} first"
+                reports[report.name] = report
     if options.json:
         numbers = {title: report.to_dict() for title, report in reports.items()}
         print(json.dumps(numbers))
@@ -351,18 +348,17 @@ def report_options(command: Parser) -> None:
 
 def report_command(options: argparse.Namespace) -> None:
     """write one page about a model: a self-contained HTML file"""
+    from sinkutils.checks import require
     from sinkutils.data.external import read_texts
     from sinkutils.data.probes import SEQUENCES
-    from sinkutils.measuring.load import load_lm
+    from sinkutils.measuring.load import WithoutTokenizer, load_lm
     from sinkutils.measuring.measure import measure
-    from sinkutils.paths import replace_file
+    from sinkutils.paths import replace_file, replaceable
     from sinkutils.plots.report import natural, report_model
 
-    output = options.output
-    if not output.parent.is_dir():  # said before an hour of measuring, not after it
-        raise FileNotFoundError(f"-o {output}: there is no folder {output.parent}")
-    if output.is_dir():
-        raise IsADirectoryError(f"-o {output} is a folder: give a file, {output / 'report.html'}")
+    # Mistakes are said before an hour of measuring, not after it.
+    folder = replaceable(options.output).parent
+    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
         raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
@@ -371,11 +367,15 @@ def report_command(options: argparse.Namespace) -> None:
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
     beside = {}
     if options.beside:
+        require(
+            not isinstance(tokenizer, WithoutTokenizer),
+            f"--beside compares models on text, and {options.model} has no tokenizer",
+        )
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
-    replace_file(output, page.encode())
-    print(f"written: {output}")
+    replace_file(options.output, page.encode())
+    print(f"written: {options.output}")
 
 
 def models_options(command: Parser) -> None:

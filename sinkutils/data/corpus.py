@@ -33,7 +33,6 @@ from sinkutils.data.tokenizer import (
     SMALLEST_VOCABULARY,
     load_tokenizer,
     open_tokenizer,
-    panics_explained,
     special_ids,
     train_tokenizer,
 )
@@ -57,23 +56,20 @@ class Corpus:
     followed by EOS.
     """
 
-    name: str
-    fingerprint: str  # SHA-256 of text and tokenizer
-    vocab_size: int
-    dtype: str
-    eos_id: int
-    bos_id: int
-    fix_id: int  # x_fix of Section 5, a token that occurs in no text
-    first_text_id: int  # the first that is not special
-
     def __init__(self, folder: Path) -> None:
-        """Open a cache folder: what its meta.json says.
-
-        Raises ValueError where it is not complete and intact.
-        """
+        """Open a cache folder. Raises ValueError where it is not complete and intact."""
+        meta = verified(folder)
         self.folder = folder
-        vars(self).update(verified(folder))
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
+        self.name: str = meta["name"]
+        self.fingerprint: str = meta["fingerprint"]  # SHA-256 of text and tokenizer
+        self.vocab_size: int = meta["vocab_size"]
+        self.dtype: str = meta["dtype"]
+        self.eos_id: int = meta["eos_id"]
+        self.bos_id: int = meta["bos_id"]
+        # x_fix of Section 5, a token that occurs in no text
+        self.fix_id: int = meta["fix_id"]
+        self.first_text_id: int = meta["first_text_id"]  # the first that is not special
 
     @property
     def identity(self) -> Identity:
@@ -157,7 +153,9 @@ def load_corpus(
     path without text, ConnectionError where the hub cannot be reached, OSError where the cache
     cannot be written.
     """
-    integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+    vocab_size = integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+    if max_tokens is not None:
+        max_tokens = integer("max_tokens", max_tokens, least=1)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer = external.NEOX_TOKENIZER
         max_tokens = max_tokens or external.PILE_TOKENS
@@ -306,8 +304,7 @@ def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, l
     threads.
     """
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
-        with panics_explained():
-            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         for text, encoding in zip(batch, encodings, strict=True):
             yield text, encoding.ids
 
@@ -340,8 +337,8 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
     an error.
 
     Processes that build the same thing at the same time do so in a folder each; the first to finish
-    wins. A folder of that name that is damaged gives way. Raises OSError, with what to do about it,
-    where there is no room or no permission.
+    wins. A folder of that name that is damaged gives way. An OSError, as where there is no room or
+    no permission, says what to do about it.
     """
     root = folder.parent
     try:
@@ -357,14 +354,14 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
             if not folder.exists():
                 new.rename(folder)
     except OSError as error:
-        # One of our own has its reason, and one about a file elsewhere, such as a text, is not
-        # about the cache.
-        if error.errno is None or not _below(error.filename or root, root):
+        if error.errno is None:  # of our own, as where the hub cannot be reached
             raise
+        # It may be about the cache or about a text, whose name it then has.
+        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         raise OSError(
             error.errno,
-            f"cannot write {what} below {root} ({error.strerror}): make room there or set "
-            "SINKUTILS_CACHE",
+            f"no {what} were written below {root} ({reason}): where that folder is the reason, "
+            "make room there or set SINKUTILS_CACHE",
         ) from error
 
 
@@ -374,13 +371,6 @@ def _is_whole(folder: Path) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _below(file: object, root: Path) -> bool:
-    """Whether an error is about `root`, a file below it or a folder above."""
-    path = Path(str(file)).absolute()
-    root = root.absolute()
-    return path.is_relative_to(root) or root.is_relative_to(path)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:

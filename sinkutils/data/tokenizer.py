@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ ROLES = {  # GPT-NeoX and GPT-2 have one token for both ends
     "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
 }
 UNKNOWN = "\U00012219"  # a cuneiform sign, in no vocabulary
-_LOCK = threading.Lock()  # of `_text_ids`, which sets a tokenizer and sets it back
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -111,21 +109,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
     tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where
     one cannot help reading a special token (written in Python, or a vocabulary that holds it as a
-    word), that is an unknown character. Half a character, which JSON can hold and no tokenizer
-    reads, is "?", as in a corpus.
+    word), that token is left out. Half a character, which JSON can hold and no tokenizer reads, is
+    "?", as in a corpus.
     """
-    text = text.encode(errors="replace").decode()
-    ids = _text_ids(tokenizer, text)
+    ids = _text_ids(tokenizer, text.encode(errors="replace").decode())
     backend = _backend(tokenizer)
     if backend is not None and isinstance(backend.model, models.BPE):
         return ids  # no merge makes a special token
-    # Else a special token among a text's ids gives way to what an unknown character becomes.
-    unknown = _text_ids(tokenizer, UNKNOWN)
-    special = marked_special(tokenizer) - {*unknown}
-    kept = []
-    for token in ids:
-        kept += unknown if token in special else [token]
-    return kept
+    # What stands for unknown characters may be special, and is text.
+    special = marked_special(tokenizer).difference(_text_ids(tokenizer, UNKNOWN))
+    return [token for token in ids if token not in special]
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
@@ -139,33 +132,20 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
     backend = _backend(tokenizer)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    with _LOCK:
-        before = backend.encode_special_tokens
-        truncation = backend.truncation
-        padding = backend.padding
-        backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
-        try:
-            with panics_explained():
-                return backend.encode(text, add_special_tokens=False).ids
-        finally:
-            backend.encode_special_tokens = before
-            if truncation:
-                backend.enable_truncation(**truncation)
-            if padding:
-                backend.enable_padding(**padding)
-
-
-@contextlib.contextmanager
-def panics_explained() -> Iterator[None]:
-    """Make a ValueError of a panic of Rust, as of a pattern that backtracks without end."""
+    before = backend.encode_special_tokens
+    truncation = backend.truncation
+    padding = backend.padding
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
     try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which is no Exception
-            raise
-        raise ValueError(f"the tokenizer cannot read a text: {first_line(error)}") from error
+        return backend.encode(text, add_special_tokens=False).ids
+    finally:
+        backend.encode_special_tokens = before
+        if truncation:
+            backend.enable_truncation(**truncation)
+        if padding:
+            backend.enable_padding(**padding)
 
 
 def bos_id(tokenizer: Any) -> int:
@@ -175,9 +155,7 @@ def bos_id(tokenizer: Any) -> int:
     else:
         token = tokenizer.bos_token_id
     if token is None:
-        raise ValueError(
-            "bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False"
-        )
+        raise ValueError("a BOS first needs a tokenizer with a BOS token, and this one has none")
     return int(token)
 
 

@@ -40,9 +40,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def __init__(self, ids: Tensor, every: int = 500, **options: Any) -> None:
         instance("ids", ids, Tensor)
         require(ids.ndim == 2, f"ids must have the shape (samples, T), got {tuple(ids.shape)}")
-        integer("every", every, least=1)
         self.ids = ids
-        self.every = every
+        self.every = integer("every", every, least=1)
         self.options = options
         self.sharded = False
         self.why_not: str | None = None  # the model is not measured

@@ -35,8 +35,12 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     before = _alpha(first, k, by)
     after = _alpha(second, k, by)
     require(
-        before.shape[1:] == after.shape[1:],
-        f"the models have different numbers of blocks or heads: they cannot be compared by {by}",
+        by == "model" or first.layers == second.layers,
+        f"the models have attention in different blocks: they cannot be compared by {by}",
+    )
+    require(
+        before.shape[2] == after.shape[2],
+        f"the models have different numbers of heads: they cannot be compared by {by}",
     )
     # Differences of the same texts vary less than the texts do: paired, they say more.
     if first.digest == second.digest:
@@ -46,10 +50,9 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
         interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
     # (layers or 1, heads or 1), as are low and high
     mean = after.mean(axis=0) - before.mean(axis=0)
-    blocks, heads = mean.shape
-    index = pd.MultiIndex.from_product(
-        [range(1, blocks + 1), range(1, heads + 1)], names=["block", "head"]
-    )
+    blocks = [1] if by == "model" else [layer + 1 for layer in first.layers]
+    heads = range(1, mean.shape[1] + 1)
+    index = pd.MultiIndex.from_product([blocks, heads], names=["block", "head"])
     table = pd.DataFrame(index=index)
     table["mean"] = mean.ravel()
     table["low"] = interval.low.ravel()

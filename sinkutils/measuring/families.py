@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import require
 from sinkutils.paths import LEDGER, read_yaml
 
 # An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
@@ -49,6 +50,7 @@ def attention_layers(
         if not type(base).__module__.startswith("transformers."):
             reason = f"shows no attention module: {INTERFACE}"
         raise ValueError(f"{kind} {reason}")
+    outside = f"{kind} has attention outside one list of blocks: give its text decoder"
     lists = set()  # the names of the lists in which attention stands
     places = {}
     for name, module in modules.items():
@@ -56,17 +58,11 @@ def attention_layers(
         if any(other.startswith(name + ".") for other in modules):
             continue
         place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn": list and block
-        if place:
-            lists.add(place[1])
-            places[module] = int(place[2])
-        else:  # it is in no list
-            lists.add("")
-            places[module] = -1
-    if len(lists) != 1 or -1 in places.values():
-        raise ValueError(
-            f"{kind} has attention outside one list of blocks ({sorted(lists)}): "
-            "give its text decoder"
-        )
+        if place is None:
+            raise ValueError(outside)
+        lists.add(place[1])
+        places[module] = int(place[2])
+    require(len(lists) == 1, outside)
     layers = places
     if len(set(places.values())) < len(places):  # LongCat-Flash has two in a block
         layers = {module: index for index, module in enumerate(places)}

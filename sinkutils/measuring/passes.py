@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, Function, widened
 from sinkutils.measuring.fused import can_serve, fused_call, proves_right
 from sinkutils.measuring.refusals import LATER
-from sinkutils.measuring.tally import Edit, Tally
+from sinkutils.measuring.tally import Edit, Tally, changed
 
 EXACT_ELEMENTS = 2**25  # attention weights held at a time: 128 MiB in float32
 CHECK_TOKENS = 16  # the longest text of a check
@@ -66,14 +66,14 @@ class Measuring(Pass):
         edit = self.edit
         if edit is not None and layer in edit.layers:
             x = getattr(call, edit.part)  # q, k or v
-            changed: Any = {edit.part: edit.change(x.clone())}
-            call = call._replace(**changed)
+            parts: Any = {edit.part: changed(edit.change, x)}
+            call = call._replace(**parts)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
 
     def weights(self, layer: int, weights: Tensor) -> None:
-        self.tally.add_weights(layer, [weights])
+        self.tally.add_weights(layer, [self.tally.reduced(layer, weights)])
 
     def embedding(self, hidden: Tensor) -> None:
         self.tally.add_norms("embedding", 0, hidden)
@@ -116,17 +116,14 @@ class Measuring(Pass):
         for value in call.kwargs.values():
             if isinstance(value, Tensor) and value.ndim >= 3:
                 step = length  # an argument by position that only the family knows how to cut
-        outs = []
-
-        # The tally draws from this generator, so that at most two chunks of weights exist at once.
-        def weights() -> Iterator[Tensor]:
-            for rows in call.rows.split(step):
-                out, part = families.chunk(call, rows)
-                outs.append(out)
-                yield part
-
         star = call.sink is not None or self.front > 0
-        self.tally.add_weights(layer, weights(), star, self.front)
+        outs = []
+        parts = []
+        for rows in call.rows.split(step):
+            out, weights = families.chunk(call, rows)
+            outs.append(out)
+            parts.append(self.tally.reduced(layer, weights[..., self.front :], star))
+        self.tally.add_weights(layer, parts)
         return torch.cat(outs, dim=1)
 
 

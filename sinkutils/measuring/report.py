@@ -121,7 +121,7 @@ class Report:
         by_head = self._excess(1)  # (samples, layers, heads)
         return by_head.mean(dim=(0, 2)).tolist()
 
-    def visible_alpha(self, k: int = 1) -> Tensor:
+    def visible_alpha(self, k: int | str = 1) -> Tensor:
         """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).
 
         In layers without a window it is alpha_k itself. Where there is one, alpha_k is at most
@@ -130,15 +130,18 @@ class Report:
         seeing = self._by_layer(seeing_share, k)  # (samples, layers)
         return self.of(k) / seeing[..., None]
 
-    def caps(self, k: int = 1) -> list[float]:
-        """The most that alpha_k can be in each attention layer,
-        mean over samples: min(1, w / (T - k + 1)).
+    def caps(self, k: int | str = 1) -> list[float]:
+        """The most that alpha_k can be in each attention layer, mean over samples:
+        min(1, w / (T - k + 1)), and 1 for "star".
+
+        Raises ValueError for a key that was not measured.
         """
         seeing = self._by_layer(seeing_share, k)
         return seeing.mean(dim=0).tolist()
 
     def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
         """function(T, k, window) of each sample and layer, (samples, layers)."""
+        self.of(k)  # which refuses a key that was not measured
         windows = self.windows or (None,) * len(self.layers)
         # Samples differ in T, and layers in their window.
         rows = []
@@ -297,11 +300,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def seeing_share(length: int, k: int, window: int | None) -> float:
-    """The share of the queries k..T that see key k, through a window."""
-    if window is None:
+def seeing_share(length: int, k: int | str, window: int | None) -> float:
+    """The share of the queries k..T that see key k, through a window; all see "star"."""
+    if window is None or k == "star":
         return 1.0
-    queries = length - k + 1
+    queries = length - int(k) + 1
     return min(1.0, window / queries)
 
 
@@ -357,20 +360,22 @@ def norm_ratio(norms: Any) -> list[float]:
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
-    """Raise ValueError unless every eps lies strictly between 0 and 1."""
+    """The thresholds, each once. Raises ValueError unless all lie strictly between 0 and 1."""
     values = numbers("epsilons", epsilons)
     require(
         len(values) > 0 and all(0 < eps < 1 for eps in values),
         f"eps must be in (0, 1), at least one; got {values}",
     )
-    return values
+    return tuple(dict.fromkeys(values))
 
 
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
-    """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
+    """The targets, each once. Raises ValueError unless all are positions 1..T; they count from 1,
+    as in the paper.
+    """
     values = numbers("targets", targets)
     require(
         len(values) > 0 and all(k in range(1, length + 1) for k in values),
         f"targets are positions of the ids, which count from 1 to {length}: got {values}",
     )
-    return tuple(int(k) for k in values)
+    return tuple(dict.fromkeys(map(int, values)))

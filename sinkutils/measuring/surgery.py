@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,14 +31,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from sinkutils.checks import choice, integer, require
+from sinkutils.checks import choice, integer, integers, require
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import check_range, measure, sequences
 from sinkutils.measuring.passes import Measuring, Pass
 from sinkutils.measuring.refusals import check_positions
-from sinkutils.measuring.report import Report
+from sinkutils.measuring.report import Report, check_targets
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
-from sinkutils.measuring.tally import Edit, OwnModel, Tally
+from sinkutils.measuring.tally import Edit, OwnModel, Tally, changed
 from sinkutils.model.decoder import TransformerLM
 
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
@@ -88,8 +89,8 @@ def edit(
         "block"                  the hidden states that a block passes on, (B, T, d)
         "query", "key", "value"  after rotary, (B, H, T, D); keys and values may have fewer heads
         "neurons"                what the FFN's second projection reads, (B, T, n)
-    change: gets a copy, which it may write into. Our own models with a sink token have x* at the
-        first position.
+    change: gets a copy, which it may write into, and returns as much. Our own models with a sink
+        token have x* at the first position.
 
     Set the first token's hidden state after block 1 to half its size, or take the mean query off in
     every block:
@@ -103,12 +104,15 @@ def edit(
     """
     choice("place", place, PLACES)
     with operating(model, ids) as source, ExitStack() as hooks:
-        last = len(source.blocks) - 1
-        chosen = range(last + 1) if layers is None else layers
-        for layer in chosen:
-            integer("layer", layer, 0, last)
+        every = [*range(len(source.blocks))]
         if place in ("query", "key", "value"):
-            return run(source, ids, edit=Edit(place[0], chosen, change))  # q, k or v
+            every = sorted(source.layers.values())  # of a hybrid model not all blocks
+        chosen = integers("layers", every if layers is None else layers, 0, every[-1])
+        chosen = list(dict.fromkeys(chosen))  # each once
+        require({*chosen} <= {*every}, f"attention is in layers {every} alone, got {chosen}")
+        if place in ("query", "key", "value"):
+            part = {"query": "q", "key": "k", "value": "v"}[place]
+            return run(source, ids, edit=Edit(part, chosen, change))
         hook = edit_block if place == "block" else edit_neurons
         for layer in chosen:
             handle = hook(source, source.blocks[layer], change)
@@ -127,8 +131,8 @@ def edit_block(
             streams = source.hidden_states(hidden).shape[1]
             if streams > 1:
                 raise ValueError(f"blocks pass on {streams} residual streams: there is no one h_1")
-        changed = change(hidden.clone())
-        return changed if isinstance(output, Tensor) else (changed, *output[1:])
+        edited = changed(change, hidden)
+        return edited if isinstance(output, Tensor) else (edited, *output[1:])
 
     # First of all hooks, so that the report has the norms of what was changed.
     return block.register_forward_hook(source.here(after), prepend=True)
@@ -140,7 +144,7 @@ def edit_neurons(
     """Change what the second projection of a block's FFN reads."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (change(args[0].clone()),)
+        return (changed(change, args[0]),)
 
     if isinstance(source, OwnModel):
         down = block.get_submodule("ffn.down")
@@ -156,7 +160,8 @@ def edit_neurons(
                 layers.append(module)
         require(
             len(layers) == 1,
-            f"{source.kind} has no one linear layer that reads its FFN's {neurons} neurons",
+            f"{source.kind} has no one linear layer from its config's intermediate_size "
+            f"({neurons}) to its hidden_size ({width})",
         )
         down = layers[0]
     return down.register_forward_pre_hook(source.here(before))
@@ -171,12 +176,12 @@ def set_back(
     activations are the few dimensions above 1,000 times the median.
     """
     elements: Any = measure(model, ids).first_elements  # (blocks, d)
-    integer("block", block, 0, len(elements) - 1)
-    chosen = dimensions
-    if isinstance(chosen, int):
-        chosen = elements[block].topk(chosen).indices.tolist()
-    for dimension in chosen:
-        integer("dimension", dimension, 0, elements.shape[1] - 1)
+    blocks, width = elements.shape
+    block = integer("block", block, 0, blocks - 1)
+    if isinstance(dimensions, Integral):
+        count = integer("dimensions", dimensions, 1, width)
+        dimensions = elements[block].topk(count).indices.tolist()
+    chosen = integers("dimensions", dimensions, 0, width - 1)
 
     def to_the_mean(hidden: Tensor) -> Tensor:  # (B, T, d)
         others = hidden[:, 1:, chosen]
@@ -199,11 +204,12 @@ def hide(
     last: as in `untouched`.
     targets: the positions k of the report's Sink_k.
     """
-    integer("since", since, least=2)
-    keys = torch.arange(ids.shape[1])
-    queries = keys[:, None]
-    hidden = (queries >= since - 1) & (keys == 0)  # (T, T)
     with operating(model, ids, cache=True) as capture:
+        length = ids.shape[1]
+        since = integer("since", since, 2, length)
+        keys = torch.arange(length)
+        queries = keys[:, None]
+        hidden = (queries >= since - 1) & (keys == 0)  # (T, T)
         return run(capture, ids, last=last, hidden=hidden, targets=targets)
 
 
@@ -213,13 +219,13 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
     It is a streaming cache of window + sinks keys, with the positions that tokens have in the text.
     Compare windows at one cache size: (128, 0), (127, 1), (124, 4).
     """
-    integer("window", window, least=1)
-    integer("sinks", sinks, least=0)
-    keys = torch.arange(ids.shape[1])
-    queries = keys[:, None]
-    behind_window = queries - keys >= window
-    hidden = behind_window & (keys >= sinks)  # (T, T)
+    window = integer("window", window, least=1)
+    sinks = integer("sinks", sinks, least=0)
     with operating(model, ids, cache=True) as capture:
+        keys = torch.arange(ids.shape[1])
+        queries = keys[:, None]
+        behind_window = queries - keys >= window
+        hidden = behind_window & (keys >= sinks)  # (T, T)
         return run(capture, ids, hidden=hidden)
 
 
@@ -236,11 +242,13 @@ def transplant(
     """
     with operating(model, ids, cache=True) as capture:
         check_positions(capture.model, capture.table, ids.shape[1] + 1)
+        rows, _ = sequences(donors, None, (1,))
+        check_range(rows, capture.vocabulary)
         # k_1 and v_1 depend on the first token alone, as attention is causal.
         layers = cached(capture, donors[:, :1]).layers
         if zero_values_from is not None:
-            integer("zero_values_from", zero_values_from, 0, len(layers))
-            for layer in layers[zero_values_from:]:
+            first = integer("zero_values_from", zero_values_from, 0, len(layers))
+            for layer in layers[first:]:
                 layer.values.zero_()
 
         def cache(samples: int) -> DynamicCache:
@@ -278,6 +286,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             source = OwnModel(model, Tally(TARGETS, ids.shape[1]))
         else:
             source = observe(model, Pass(), state)
+            state.set(source.config, "return_dict", True)  # outputs are read by name
             if source.model.get_output_embeddings() is None:
                 raise ValueError(
                     "surgery needs a TransformerLM or a causal LM of transformers, got "
@@ -290,8 +299,8 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             return
         if source.legacy:
             raise ValueError(
-                f"{source.kind} has attention outside transformers' interface: "
-                "surgery works on eager and sdpa only"
+                f"{source.kind} has attention outside transformers' interface, in which surgery "
+                "can change nothing"
             )
         if cache and not keeps_keys_and_values(source, ids[:1, :1]):
             raise ValueError(
@@ -335,9 +344,8 @@ def run(
     not see.
     """
     length = ids.shape[1]
-    scored = length - 1 if last is None else last
-    integer("last", scored, 1, length - 1)
-    tally = Tally(tuple(targets), length, norms=cache is None)
+    scored = length - 1 if last is None else integer("last", last, 1, length - 1)
+    tally = Tally(check_targets(targets, length), length, norms=cache is None)
     losses = []
     predicted = []
     # As many texts a batch as leave room for their logits
@@ -363,7 +371,7 @@ def run(
         # Logits predict the token behind their own: those of the last one are left out.
         logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
         predicted.append(logits.argmax(dim=-1).cpu())
-        labels = batch[:, -scored:]
+        labels = batch[:, -scored:].long()  # of int32, too
         nats = F.cross_entropy(logits.mT, labels, reduction="none")  # (B, scored)
         losses.append(nats.cpu())
     samples = torch.arange(len(ids))

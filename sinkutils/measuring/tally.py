@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import require
+from sinkutils.checks import instance, require
 from sinkutils.measuring.report import Kept, NotFinite, Report
 from sinkutils.model.attention import AttentionSpec, attend, divide
 from sinkutils.model.decoder import TransformerLM
@@ -120,36 +120,31 @@ class Tally:
         padded = self._padded(x.float().mT).mT  # (B, longest, D)
         self.values[name][layer, head].append(padded.cpu())
 
-    def add_weights(
-        self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
-    ) -> None:
-        """Add a layer's attention weights.
+    def reduced(self, layer: int, weights: Tensor, star: bool = False) -> tuple[Tensor, ...]:
+        """What is kept of a layer's attention weights (B, H, R, T) of R queries.
 
-        chunks: of rows, (B, H, R, front + T) each. star: what the row of a query lacks to one, over
-        the text's T keys, is the share of a learned sink logit or of the `front` keys.
+        The shares of the targets, (B, H, R, K), and the maps of the chosen heads, (B, chosen, R, T).
+        star: also what each row lacks to one, (B, H, R), which is the share of a learned sink logit
+        or of keys in front of the text.
         """
-        shares = []  # to the targets, (B, H, R, K)
-        sums = []  # of rows, (B, H, R)
-        maps = []  # of the chosen heads, (B, chosen, R, T)
-        for chunk in chunks:
-            weights = chunk[..., front:]  # (B, H, R, T)
-            wide = torch.promote_types(chunk.dtype, torch.float32)
-            of_targets = weights[..., self.columns(chunk.device)]
-            shares.append(of_targets.to(wide))
-            if star:
-                sums.append(weights.sum(dim=-1, dtype=wide))
-            chosen = self.heads_of(layer, chunk.shape[1])
-            maps.append(weights[:, chosen])
-        self.add_shares(layer, torch.cat(shares, dim=2))
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        shares = weights[..., self.columns(weights.device)].to(wide)
+        chosen = self.heads_of(layer, weights.shape[1])
+        maps = weights[:, chosen].float()
+        if not star:
+            return shares, maps
+        return shares, maps, 1 - weights.sum(dim=-1, dtype=wide)
+
+    def add_weights(self, layer: int, parts: Sequence[tuple[Tensor, ...]]) -> None:
+        """Add a layer's attention, of which `reduced` gave the parts, for some queries each."""
+        shares, maps, *star = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        self.add_shares(layer, shares)
         if star:
-            by_query = torch.cat(sums, dim=2)  # (B, H, T)
-            self.add_star(layer, 1 - by_query)
-        if chosen:
-            whole = torch.cat(maps, dim=2).float()  # (B, chosen, T, T)
-            padded = self._padded(whole, axes=2)
-            for index, head in enumerate(chosen):
-                of_head = padded[:, index]  # (B, T, T)
-                self.values["map"][layer, head].append(of_head.cpu())
+            self.add_star(layer, star[0])
+        padded = self._padded(maps, axes=2)  # (B, chosen, T, T)
+        for index, head in enumerate(self.heads_of(layer, shares.shape[1])):
+            of_head = padded[:, index]  # (B, T, T)
+            self.values["map"][layer, head].append(of_head.cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
         """Add alpha from the targets' A_ik, (B, H, T, K)."""
@@ -261,6 +256,17 @@ class Edit:
     change: Callable[[Tensor], Tensor]
 
 
+def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """change(x), of a copy. Raises ValueError for what cannot stand in the place of x."""
+    result = change(x.clone())
+    instance("what change returns", result, Tensor)
+    require(
+        result.shape == x.shape,
+        f"change must return the shape {tuple(x.shape)}, got {tuple(result.shape)}",
+    )
+    return result.to(x)
+
+
 class OwnModel:
     """Adds to a tally what a `TransformerLM` shows while it runs, a map at a time."""
 
@@ -272,6 +278,7 @@ class OwnModel:
         self.model = model
         self.tally = tally
         self.blocks = model.blocks
+        self.layers = {block.attention: layer for layer, block in enumerate(model.blocks)}
         self.device = model.embed.weight.device
         cfg = model.config
         self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
@@ -307,7 +314,7 @@ class OwnModel:
     ) -> None:
         if self.edit is not None and layer in self.edit.layers:
             part = {"q": q, "k": k, "v": v}[self.edit.part]
-            part.copy_(self.edit.change(part.clone()))  # the model goes on with what it shows
+            part.copy_(changed(self.edit.change, part))  # the model goes on with what it shows
         tally = self.tally
         first = self.first
         of_text = [x[:, :, first:] for x in (q, k, v)]
@@ -316,7 +323,7 @@ class OwnModel:
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
         # Columns are k* or x*, where there is one, and then the text's keys.
         length = shares.shape[2]
-        tally.add_weights(layer, [shares[..., -length:]])
+        tally.add_weights(layer, [tally.reduced(layer, shares[..., -length:])])
         if first or spec.has_star:
             tally.add_star(layer, shares[..., -length - 1])
 

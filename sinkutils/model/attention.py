@@ -208,13 +208,25 @@ def attend(
     column 0 is k* or takes the sink logit. A row that sees nothing, or whose sum is zero, has zero
     weights. Raises ValueError on wrong shapes.
     """
-    out, weights = operate(_out_and_weights, q, k, v, spec, Extras(**extras))
-    return out, weights
+    learned = Extras(**extras)
+    check_inputs(q, k, v, spec, learned)
+    if learned.mix is not None:
+        # Ye et al. 2024: A = A_1 - lambda A_2, on the values that both maps share. A position term
+        # is of both maps; a bias or a sink logit has none of the two.
+        softmax = replace(spec, differential=False)
+        even, odd = halves(q)
+        out, weights = attend(even, k, v, softmax, distance_bias=learned.distance_bias)
+        out_2, weights_2 = attend(odd, k, v, softmax, distance_bias=learned.distance_bias)
+        mix = learned.mix.to(v.dtype)
+        return out - mix * out_2, weights - mix * weights_2
+    q, k, v = prepared(q, k, v, spec, learned)
+    out, weights = _out_and_weights(q, k, v, spec, learned.distance_bias)
+    return finished(out, spec, learned), weights
 
 
 def _out_and_weights(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Output and weights of queries and keys after phi, k* in front of the keys if there is one.
 
     In float32 at least, whatever the inputs: a logit of 100 has no fractions in bfloat16.
@@ -229,38 +241,6 @@ def _out_and_weights(
         weights = normalise(logits, ~hidden, spec)
         out = weights @ v.to(weights.dtype)
     return out.to(v.dtype), weights.to(v.dtype)
-
-
-def operate(
-    form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
-) -> tuple[Tensor, ...]:
-    """What a form of attention, such as `_out_and_weights`, returns for an operation: the output
-    first.
-
-    A form gets what `prepared` returns, the operation and its position term. What it does not know
-    of, differences of maps, sink logits and V biases, is done here.
-    """
-    check_inputs(q, k, v, spec, extras)
-    if extras.mix is not None:
-        # Ye et al. 2024: A = A_1 - lambda A_2, on the values that both maps share. A position term
-        # is of both maps; a bias or a sink logit has none of the two.
-        softmax = replace(spec, differential=False)
-        positions = Extras(extras.distance_bias)
-        even, odd = halves(q)
-        first = operate(form, even, k, v, softmax, positions)
-        second = operate(form, odd, k, v, softmax, positions)
-        results = []
-        for x, y in zip(first, second, strict=True):
-            results.append(x - extras.mix.to(x.dtype) * y)
-        return tuple(results)
-    # Whatever else a form returns, weights for one, is passed on.
-    q, k, v = prepared(q, k, v, spec, extras)
-    out, *others = form(q, k, v, spec, extras.distance_bias)
-    if spec.sink_logit != "none":
-        out = out[..., :-1]  # without the dimension that `prepared` added
-    if spec.bias == "v":
-        out = out + extras.value_bias[:, None]  # type: ignore[index]
-    return out, *others
 
 
 def prepared(
@@ -290,6 +270,15 @@ def prepared(
     # After k* went in front: a kernel is taken of it as well.
     phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v
+
+
+def finished(out: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+    """The output without the dimension that `prepared` adds for a sink logit, and with a V bias."""
+    if spec.sink_logit != "none":
+        out = out[..., :-1]
+    if spec.bias == "v":
+        out = out + extras.value_bias[:, None]  # type: ignore[index]
+    return out
 
 
 def added_to_logits(

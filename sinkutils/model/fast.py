@@ -9,6 +9,7 @@ Two forms (`choose_form`):
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils.model import attention
-from sinkutils.model.attention import AttentionSpec, Extras, divide, operate
+from sinkutils.model.attention import AttentionSpec, Extras, divide
 
 # Tokens up to which the dense form is faster than a CPU's fused kernel in half precision, which
 # takes four times as long at T = 64 and twice at 512.
@@ -44,12 +45,16 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
     The decoder calls this one; measuring needs the weights and calls the other. Differentiable in
     every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
-    return operate(_by_best_form, q, k, v, spec, Extras(**extras))[0]
-
-
-def _by_best_form(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
-) -> tuple[Tensor]:
+    learned = Extras(**extras)
+    attention.check_inputs(q, k, v, spec, learned)
+    distance_bias = learned.distance_bias
+    if learned.mix is not None:  # A_1 - lambda A_2, as in `attend`
+        softmax = replace(spec, differential=False)
+        even, odd = attention.halves(q)
+        first = attention_output(even, k, v, softmax, distance_bias=distance_bias)
+        second = attention_output(odd, k, v, softmax, distance_bias=distance_bias)
+        return first - learned.mix.to(v.dtype) * second
+    q, k, v = attention.prepared(q, k, v, spec, learned)
     position_term = distance_bias is not None
     form = choose_form(spec, q.device, q.dtype, q.shape[2], position_term)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -64,7 +69,7 @@ def _by_best_form(
         out = _few_passes(q, k, v, spec, distance_bias)
     if spec.scale != 1:
         out = out * spec.scale
-    return (out,)
+    return attention.finished(out, spec, learned)
 
 
 def needs_width(spec: AttentionSpec, position_term: bool) -> bool:

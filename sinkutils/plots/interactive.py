@@ -13,7 +13,7 @@ import base64
 import html
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from sinkutils.checks import integer, require
-from sinkutils.measuring.measure import measure
+from sinkutils.checks import instance, integer, integers, require, short
+from sinkutils.measuring.measure import measure, sequences
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
-from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png
+from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
 MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are compressed
 FEWEST_TOKENS = 8  # to which the text of a model with many heads is cut for that
@@ -86,6 +86,9 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
     `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
+    instance("courses", courses, Mapping)
+    require(len(courses) > 0, "courses must have at least one")
+    steps = integers("steps", steps, least=0)
     runs = []
     with mpl.rc_context(STYLE):
         height = 0.5 + 1.9 * len(courses)
@@ -93,6 +96,10 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
         rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1.4, 2))
         for (title, course), (dots, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
+            require(
+                alpha.ndim == 3,
+                f"{title!r} must have the shape (steps, layers, heads), got {alpha.shape}",
+            )
             require(
                 len(alpha) == len(steps),
                 f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
@@ -104,7 +111,7 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
             heads_by_block(alpha[-1], ax=dots)
             dots.set_ylabel("attention to token 1")
             dots.label_outer()  # the blocks are named below the last row alone
-            dots.set_title(title, parse_math=False)
+            dots.set_title(printable(title), parse_math=False)
             line.plot(steps, means, color=COLORS["first"], linewidth=2.5)
             line.set(ylim=(0, 1), ylabel="mean of all heads")
         line.set(xlabel="training step")
@@ -112,13 +119,13 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
         "Attention of every head to token 1 at the end of training, and its mean along training: "
-        + ", ".join(courses)
+        + printable(", ".join(courses))
     )
     caption = (
         "A dot is a head, over its block, at the height of the attention that it gives to token 1. "
         "Grey rings show where each head ends. Press play, or move the slider."
     )
-    data = {"key": "token 1", "color": COLORS["first"], "steps": list(steps), "runs": runs}
+    data = {"key": "token 1", "color": COLORS["first"], "steps": steps, "runs": runs}
     return Interactive("film", data, still, caption)
 
 
@@ -139,14 +146,23 @@ def explore(
     with the largest alpha_1 of the first text. Raises ValueError as `measure` does, for a length
     that is no positive integer, and for a head that is not there.
     """
-    integer("length", length, least=1)
+    length = integer("length", length, least=1)
+    sequences(ids, None, (1,))
+    require(
+        tokenizer is None or hasattr(tokenizer, "decode"),
+        f"tokenizer must decode tokens, got {short(tokenizer)}",
+    )
+    instance("name", name, str)
+    name = printable(name)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]
     heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)
     names = [(layer + 1, column + 1) for layer, column in heads]
     if head is not None:
-        last = names[-1]
-        require(tuple(head) in names, f"head must be (block, head), up to {last}, got {head!r}")
+        require(
+            isinstance(head, Iterable) and tuple(head) in names,
+            f"head must be (block, head), up to {names[-1]}, got {head!r}",
+        )
     # How many tokens of a text, and then how many texts, a picture can carry of all heads
     room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
     fit = max(FEWEST_TOKENS, int(room**0.5))

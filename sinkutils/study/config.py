@@ -10,7 +10,6 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from sinkutils import checks
@@ -93,6 +92,9 @@ class RunConfig:
         length = self.train.eval_length
         longest = self.model.context_length
         require(length <= longest, f"eval_length {length} is longer than context_length {longest}")
+        data = self.data
+        last = max([*data.random_positions, *data.unscored, data.fixed_position or 1])
+        require(last <= longest, f"position {last} is beyond context_length {longest}")
 
 
 @dataclass(frozen=True)
@@ -174,30 +176,15 @@ def upgrade(config: Json) -> Json:
     """A record's config by today's fields: one that came later has its default, as older runs did
     not have it.
 
-    A field that has gone since, `bos`, was always False.
+    Raises KeyError, TypeError or ValueError for what is no config of this version.
     """
-    kind = FinetuneConfig if "start" in config else RunConfig
-    upgraded = _filled(config, _defaults(kind))
-    if upgraded["data"].get("bos") is False:
-        del upgraded["data"]["bos"]
-    return upgraded
-
-
-@lru_cache
-def _defaults(kind: type[RunConfig]) -> Json:
-    """The fields that have a default, and it; what names a run has none."""
-    defaults = config_dict(kind("any", "any"))
-    for name in ("experiment", "preset", "seed", "recipe"):
-        del defaults[name]
-    return defaults
-
-
-def _filled(values: Json, defaults: Json) -> Json:
-    filled = defaults | values
-    for name, default in defaults.items():
-        if isinstance(default, dict):
-            filled[name] = _filled(filled[name], default)
-    return filled
+    fields = dict(config)
+    beside = {"recipe": fields.pop("recipe"), "corpus": fields.pop("corpus")}
+    fields["data"] = dict(fields["data"])
+    fields["data"].pop("bos", None)  # a field that has gone since, and was always False
+    kind = FinetuneConfig if "start" in fields else RunConfig
+    run = from_dict(kind, fields)
+    return config_dict(run) | beside
 
 
 def config_hash(config: RunConfig) -> str:

@@ -25,7 +25,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from sinkutils.checks import choice, integer
+from sinkutils.checks import choice
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
@@ -167,9 +167,8 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     (`resolve`). Raises ValueError for unknown names, and with the reason where the preset cannot
     hold the experiment.
     """
-    integer("seed", seed, least=0)
     first = _named(resolve(name, preset), preset)
-    run = dataclasses.replace(first, seed=int(seed))  # of a table's column it may be NumPy's
+    run = dataclasses.replace(first, seed=seed)
     if isinstance(run, FinetuneConfig):
         start = config(run.start, preset, seed)
         return dataclasses.replace(run, start_sha256=config_hash(start))
@@ -199,7 +198,11 @@ def plan(
     headline, the others, then further seeds; what came after the paper, likewise, last. What the
     preset leaves out is trained where it is named.
     """
-    names = only or [name for name in _all(preset) if not experiment(name).download]
+    seeds = None if seeds is None else [*seeds]
+    if only is None:
+        names = [name for name in _all(preset) if not experiment(name).download]
+    else:
+        names = [*only]
     # The names, without what is trained only where it is named.
     left_out = find_preset(preset).leaves_out if only is None else ()
     base = resolve("base", preset)
@@ -208,7 +211,7 @@ def plan(
         if name in left_out:
             continue
         own_seeds = range(experiment(name).seeds)
-        for seed in dict.fromkeys(seeds or own_seeds):
+        for seed in dict.fromkeys(own_seeds if seeds is None else seeds):
             runs.append(config(name, preset, seed))
 
     # False sorts before True, and the sort keeps the table's order among equals.
@@ -222,16 +225,21 @@ def plan(
     return sorted(runs, key=turn)
 
 
-@lru_cache(maxsize=4096)
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the
     first.
     """
-    own = _named(name, preset)
-    for first, run in _all(preset).items():
-        if dataclasses.replace(own, experiment=first) == run:
-            return first
-    raise AssertionError("an experiment equals itself")
+    run = dataclasses.replace(_named(name, preset), experiment="any")
+    return _names(preset)[run]
+
+
+@lru_cache
+def _names(preset: str) -> dict[RunConfig, str]:
+    """The first experiment, in the table's order, that is a run, by the run without its name."""
+    names: dict[RunConfig, str] = {}
+    for name, run in _all(preset).items():
+        names.setdefault(dataclasses.replace(run, experiment="any"), name)
+    return names
 
 
 def unavailable(preset: str) -> set[str]:

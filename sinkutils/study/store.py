@@ -114,8 +114,8 @@ class RunFolder:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"cannot lock a file below {self.folder.parent} ({error.strerror}): give --runs a "
-                "folder on another disk",
+                f"cannot lock a file below {self.folder.parent} ({error.strerror}): give --runs "
+                "another folder, or one on another disk",
             ) from error
         with lock:
             try:
@@ -170,7 +170,9 @@ class Runs:
         folder = Path(name)
         if not folder.is_dir():
             folder = self.folder / name
-        return folder if (folder / SUMS).exists() else None
+        # One of them may be lost: reading the record says so.
+        names = (SUMS, "provenance.json")
+        return folder if any((folder / name).exists() for name in names) else None
 
     def missing(
         self,
@@ -190,6 +192,7 @@ class Runs:
         """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
         warning is given.
 
+        They are shared among callers: nothing is to be written into one.
         Their status is done, failed (training did), stale, or corrupt. preset: also one on another
         text, as its folder is named: "laptop@path-mine-0123abcd".
         """
@@ -203,7 +206,7 @@ class Runs:
         for folder in sorted(folders, key=_by_seed):
             if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # no seed, so no record
                 continue
-            record = _with_status(folder, _stamp(folder))
+            record = _shared(folder, _stamp(folder))
             if record.status == "corrupt":
                 warnings.warn(str(record.reason), stacklevel=2)
             yield record
@@ -225,14 +228,14 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
         name = resolve(name, base)
     check_name("preset", preset)
     check_name("experiment", name)
-    integer("seed", seed, least=0)
+    seed = integer("seed", seed, least=0)
     target = record_folder(preset, name, seed, folder)
     if not os.path.lexists(target):
         advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    entry = _with_status(target, _stamp(target))
+    entry = _with_status(target)
     if entry.status == "corrupt":
         raise CorruptRecord(entry.reason)
     return entry
@@ -251,7 +254,12 @@ def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
+def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
+    """A record for readers who write nothing into it."""
+    return _with_status(folder)
+
+
+def _with_status(folder: Path) -> Record:
     """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
     # The preset's folder, "laptop", or on another text "laptop@path-mine-0123abcd".
     base, apart, _ = folder.parts[-3].partition("@")
@@ -279,12 +287,7 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
     text = values.pop("corpus")
     if corpus is None:
         corpus = {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
-    # Of a run's many seeds only one is made into a dict.
-    wanted = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
-    return text == corpus and values == wanted
-
-
-_at_seed_0 = lru_cache(maxsize=1024)(config_dict)
+    return text == corpus and values == config_dict(run)
 
 
 def _read(folder: Path) -> Record | None:

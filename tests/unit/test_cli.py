@@ -1,6 +1,7 @@
 """The command line: what it prints, and one line with advice for every mistake."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -8,18 +9,23 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import nbformat
 import pandas as pd
 import psutil
 import pytest
-from helpers import made_up
+from helpers import made_up, word_tokenizer
+from small_models import build
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from sinkutils import __version__, config, experiments, load_lm, measure, probe, train
 from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.data.packing import fix_position
 from sinkutils.data.tokenizer import special_ids
+from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural
 from sinkutils.study.store import Runs
@@ -54,14 +60,21 @@ REFUSED = {
     "measure ./nothing": "there is no folder './nothing'",
     "measure x --targets 1 0": "targets are positions of the ids, which count from 1",
     "measure x --eps 0.3 1": "eps must be in (0, 1)",
+    "measure x x": "give each model once",
+    "measure x --text a.txt --probe random": "--text is measured in place of --probe and --corpus",
+    "measure x --text a.txt --corpus sources": "--text is measured in place of --probe and",
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
     "measure x --device banana": "device must be cpu, cuda",
     "train base --preset smoke --checkpoint-seconds nan": "checkpoint_seconds must be a finite number of at least 0",
     "run --in-place -p n 3 --only 02": "leave out -p, or --in-place",
     "run -p n {": "-p n: '{' is not a value in YAML",
     "run -p n !!python/object/apply:os.system": "is not a value in YAML",
-    "report ./nothing -o ./no/folder/x.html": "there is no folder no/folder",
+    "report ./nothing -o ./no/folder/x.html": "x.html: there is no folder",
+    "report ./nothing -o .": "sinkutils: . is no regular file, and is not replaced",
+    "report ./nothing -o /dev/null": "/dev/null is no regular file",
     "run --only 99": "starts with 99; there are 00_quickstart",
+    "run --only 00 nosuch": "starts with nosuch; there are",
+    "train k_bias --preset smoke --runs README.md": "(Not a directory): give --runs another folder",
     "run --only 07 -p colour red": "07_how_a_sink_is_made has no parameter colour; it has preset, texts",
     "": "the following arguments are required: command",
     "dance": "invalid choice: 'dance' (choose from 'list', 'train'",
@@ -145,6 +158,29 @@ def test_a_report_takes_a_book_of_one_text(capsys, runs, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"book.txt", "x.html"}
 
 
+def test_a_report_measures_both_models_on_texts_as_their_tokenizers_make_them(
+    capsys, tmp_path, monkeypatch
+):
+    """Gemma beside itself had 75.7 % and 0.0 %: the second without its BOS."""
+    words = word_tokenizer(40)
+    words.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>")
+    monkeypatch.setattr("sinkutils.measuring.load.load_lm", lambda *_: (build("llama"), tokenizer))
+    (tmp_path / "book.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 " * 20)
+    page = tmp_path / "x.html"
+    said(capsys, *f"report a --beside b --text {tmp_path}/book.txt -T 8 -n 4 -o {page}".split())
+    a, b = re.findall(r"<th>[ab]</th>\s*<td>(.*?)</td>", page.read_text())
+    assert a == b
+
+
+def test_models_are_not_compared_on_text_where_one_has_no_tokenizer(capsys, tmp_path, monkeypatch):
+    model = build("llama")
+    loaded = (model, WithoutTokenizer(model))
+    monkeypatch.setattr("sinkutils.measuring.load.load_lm", lambda *_: loaded)
+    assert main(["report", "a", "--beside", "b", "-o", str(tmp_path / "x.html")]) == WRONG
+    assert "--beside compares models on text, and a has no tokenizer" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     """As `list | head -1`."""
@@ -170,14 +206,15 @@ def test_measure_prints_a_table_or_json_for_a_record_with_its_first_token(capsys
     table = said(capsys, *arguments, "--batch-size", 2)
     assert "BOS first: no" in table and "Sink" in table
     reports = json.loads(said(capsys, *arguments, "--json"))
-    assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
+    names = [f"smoke/k_bias/0, {kind}, x_fix first" for kind in ("random", "repeat")]
+    assert [*reports] == names and reports[names[0]]["T"] == 32
     arguments = (*"measure smoke/fixed_1/0 -n 5 --probe random --json --runs".split(), runs)
-    assert json.loads(said(capsys, *arguments))["random"]["name"].endswith("x_fix first")
+    assert [*json.loads(said(capsys, *arguments))] == ["smoke/fixed_1/0, random, x_fix first"]
     command = "measure smoke/k_bias/0 smoke/fixed_1/0 -n 5 --probe random --runs"
     both = said(capsys, *command.split(), runs)
     header, *rows = both.strip().splitlines()[-3:]
     assert "later_blocks" in header
-    assert [row.split()[0] for row in rows] == ["smoke/k_bias/0", "smoke/fixed_1/0"]
+    assert [row.split()[0] for row in rows] == ["smoke/k_bias/0,", "smoke/fixed_1/0,"]
 
 
 @pytest.mark.slow
@@ -202,7 +239,7 @@ def test_the_command_measure_gives_what_it_is_asked(
         ),
         ("natural", ("--corpus", text), fixed, {}),  # with a fixed token, as in its training
     ):
-        told = json.loads(said(capsys, *usual, "--probe", kind, *given))[kind]
+        (told,) = json.loads(said(capsys, *usual, "--probe", kind, *given)).values()
         direct = measure(model, ids, bos=kind == "random", **options).to_dict()
         assert told | {"name": ""} == json.loads(json.dumps(direct)) | {"name": ""}
 
@@ -218,6 +255,15 @@ def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp
     found = [Runs(tmp_path).of(config("v_bias", "smoke", seed)).record() for seed in (0, 1)]
     assert [record.weights is not None for record in found] == [False, True]
     assert texts == ["docstrings", "path:mine"]
+
+
+def test_a_package_that_is_missing_is_said_with_the_extra_that_brings_it(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    command = f"sweep --preset smoke --engine slurm --runs {tmp_path} --only k_bias"
+    assert main(command.split()) == WRONG
+    assert "submitit" in (line := capsys.readouterr().err) and "[slurm]" in line
 
 
 def test_run_takes_what_it_is_given(capsys, monkeypatch):
@@ -297,12 +343,15 @@ def ledger(preset, runs):
     row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24"}
     row["remark"] = "by hand"
     verdicts = ("not reproduced", "partly", "partly")
-    return pd.DataFrame([{**row, "verdict": verdict} for verdict in verdicts])
+    table = pd.DataFrame([{**row, "verdict": verdict} for verdict in verdicts])
+    table["ours"] = [24.0, math.nan, math.nan]
+    return table
 
 
 def test_claims_are_a_line_each_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sinkutils.ledger.table.claims", ledger)
-    short = said(capsys, "claims", "--runs", tmp_path)
+    with warnings.catch_warnings(action="error"):  # as of what pandas 4 will refuse
+        short = said(capsys, "claims", "--runs", tmp_path)
     assert len(short.splitlines()) == 4 and "18.18" not in short
     assert short.splitlines()[0].startswith("not reproduced  sink")
     assert short.splitlines()[-1] == "3 claims at laptop: 1 not reproduced, 2 partly"

@@ -117,6 +117,10 @@ def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
         load(f"path:{text_folder}", tmp_path, vocab_size=258)
     with refused(r"no document for .* larger max_tokens"):
         load(f"path:{text_folder}", tmp_path, max_tokens=10)
+    refuses("max_tokens must be at least 1", load, f"path:{text_folder}", tmp_path, max_tokens=0)
+    sizes = {"vocab_size": np.int64(320), "max_tokens": np.int64(20_000)}
+    whole = load(f"path:{text_folder}", tmp_path, 320, max_tokens=20_000)
+    assert load(f"path:{text_folder}", tmp_path, **sizes).folder == whole.folder
 
 
 @pytest.mark.parametrize("file", ["train.bin", "tokenizer.json", "meta.json"])
@@ -142,13 +146,15 @@ def test_an_unwritable_cache_is_named_and_leaves_nothing(
     text_folder, corpus, tmp_path, monkeypatch
 ):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match=r"cannot write token files below .*file.*SINKUTILS_CACHE"):
+    with pytest.raises(OSError, match=r"no token files were written below .*file.*SINKUTILS_CACHE"):
         load(f"path:{text_folder}", tmp_path / "file" / "cache")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # the tokenizer fits, the tokens do not
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with refused(r"cannot write token files below .*File too large.*SINKUTILS_CACHE", OSError):
+        with refused(
+            r"no token files were written below .*File too large.*SINKUTILS_CACHE", OSError
+        ):
             load(f"path:{text_folder}", tmp_path / "cache")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -457,7 +463,7 @@ def test_a_damaged_cache_that_cannot_be_written_says_what_to_do(text_folder, tmp
     refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".build-x"))
     monkeypatch.setattr("tempfile.mkdtemp", Mock(side_effect=refused))
     with pytest.warns(UserWarning, match="is damaged and is built again"):
-        refuses(f"cannot write token files below {tmp_path} .*set SINKUTILS_CACHE", load, f"path:{text_folder}",
+        refuses(f"no token files were written below {tmp_path} .*set SINKUTILS_CACHE", load, f"path:{text_folder}",
                 tmp_path, kind=OSError)  # fmt: skip
     assert folder.is_dir(), "what is damaged stays until there is another"
 
@@ -489,7 +495,7 @@ def test_a_text_that_cannot_be_read_is_named_and_not_the_cache(text_folder, tmp_
         patch.setattr(Path, "read_bytes", read)
         with pytest.raises(PermissionError) as error:
             load(f"path:{text_folder}", tmp_path / "cache")
-        assert bad.name in str(error.value) and "token files" not in str(error.value)
+        assert f"Permission denied: {bad}" in str(error.value)
         denied = PermissionError(errno.EACCES, "Permission denied")
         patch.setattr(Path, "read_text", Mock(side_effect=denied))
         with pytest.raises(PermissionError):  # rather than another text

@@ -3,14 +3,18 @@
 import dataclasses
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 from helpers import refused, refuses
 
 from sinkutils import claim_checks
+from sinkutils.data.packing import DataConfig
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
-from sinkutils.study.config import RunConfig, config_dict, from_dict
+from sinkutils.study.config import RunConfig, TrainConfig, config_dict, config_hash, from_dict
 from sinkutils.study.grid import (
     EXPERIMENTS,
     PRESETS,
@@ -19,6 +23,7 @@ from sinkutils.study.grid import (
     experiment,
     experiments,
     find_preset,
+    plan,
     resolve,
     unavailable,
 )
@@ -184,6 +189,35 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
     assert missing("laptop", tmp_path, (1, 1), ("fixed_1",)) == [("fixed_1", 1)]
     two = [("random_1_depth_6", 0), ("random_1_depth_6", 1)]
     assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == two
+
+
+def test_a_plan_of_no_experiments_or_of_no_seeds_is_empty():
+    assert plan("minute", only=[]) == plan("minute", seeds=[]) == []
+
+
+def test_seeds_may_come_from_an_iterator():
+    names = ["k_bias", "v_bias"]
+    assert plan("smoke", iter([0, 1]), iter(names)) == plan("smoke", [0, 1], names)
+
+
+@pytest.mark.parametrize("name", ["fixed_position", "random_positions", "unscored"])
+def test_a_position_that_no_chunk_has_is_refused(name):
+    position = 65 if name == "fixed_position" else (1, 65)
+    with refused("position 65 is beyond context_length 64"):
+        RunConfig("x", "smoke", data=DataConfig(**{name: position}))
+
+
+def test_numpys_numbers_make_the_run_that_pythons_make():
+    """Our own frames hand them out, and JSON takes none."""
+    given = {"num_layers": np.int64(2), "qk_norm": np.True_}
+    model = LMConfig(**given, attention=AttentionSpec(scale=np.float32(0.5), window=np.int64(8)))
+    assert model == LMConfig(
+        num_layers=2, qk_norm=True, attention=AttentionSpec(scale=0.5, window=8)
+    )
+    data = DataConfig(random_positions=(np.int64(1), 2))
+    run = RunConfig("x", "smoke", np.int64(3), model, data, TrainConfig(steps=np.int64(5)))
+    assert config_hash(run) == config_hash(from_dict(RunConfig, dataclasses.asdict(run)))
+    assert config("k_bias", "smoke", np.int64(1)) == config("k_bias", "smoke", 1)
 
 
 @pytest.mark.parametrize("scale", PRESETS)

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -76,6 +77,15 @@ def test_a_comparison_is_paired_over_the_texts():
         assert (row.low, row.high) == pytest.approx((low, high)) and row.n == len(IDS)
     assert su.compare(first, second, by="model")["mean"].item() == pytest.approx(difference.mean())
     assert su.compare(first, second, k=2, by="head").shape[0] == np.prod(first.alpha.shape[2:])
+
+
+def test_a_comparison_names_the_blocks_where_attention_is():
+    report = su.measure(build("llama"), IDS)
+    hybrid = replace(report, layers=(2, 5))  # the other blocks have no attention
+    assert su.compare(hybrid, hybrid).index.tolist() == [3, 6]
+    assert su.compare(hybrid, hybrid, by="head").index.unique("block").tolist() == [3, 6]
+    refuses("attention in different blocks", su.compare, report, hybrid)
+    assert len(su.compare(report, hybrid, by="model")) == 1
 
 
 def test_reports_that_are_not_of_the_same_texts_are_not_compared():

@@ -79,6 +79,26 @@ def test_every_room_is_packaged_and_the_version_is_one():
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sinkutils.__version__"}
 
 
+def test_the_package_holds_its_tables_and_none_of_the_records(tmp_path):
+    """By the files that a wheel would take; 61 MB of records once went with them."""
+    code = (
+        "from setuptools.dist import Distribution\n"
+        "made = Distribution({'script_name': 'setup.py'})\n"
+        "made.parse_config_files()\n"
+        f"made.get_command_obj('egg_info').egg_base = {str(tmp_path)!r}\n"
+        "build = made.get_command_obj('build_py')\n"
+        "build.ensure_finalized()\n"
+        "for _, folder, _, names in build.data_files:\n"
+        "    print(*(f'{folder}/{name}' for name in names), sep='\\n')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    files = [line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+    names = {Path(line).name for line in files}
+    assert {"presets.yaml", "claims.yaml", "pretraining.csv", "draw.js", "py.typed"} <= names
+    assert sum((ROOT / line).stat().st_size for line in files) < 2_000_000
+
+
 def test_editors_and_type_checkers_know_every_public_name():
     stub = ast.parse((ROOT / "sinkutils" / "__init__.pyi").read_text("utf-8"))
     homes = {}

@@ -7,6 +7,7 @@ from functools import partial
 import alone
 import lost_key
 import mechanism
+import numpy as np
 import pytest
 import recall
 import torch
@@ -167,7 +168,7 @@ def test_models_without_a_cache_of_keys_and_values_say_so(ids):
         untouched(build("llama").model, ids)
     refuses(r"block must be in 0\.\.1, got 3", set_back, build("llama"), ids, 3, (0,))
     for dimension in (-1, 999):
-        with refused(f"dimension must be in 0..31, got {dimension}"):
+        with refused(f"each of dimensions must be in 0..31, got {dimension}"):
             set_back(build("llama"), ids, 0, (dimension,))
 
 
@@ -299,9 +300,95 @@ def test_a_key_hidden_late_is_seen_until_then(ids):
 def test_an_edit_that_has_no_place_or_no_layer_is_refused(ids):
     ours = own_model()
     refuses("place must be", edit, ours, ids, "head", shrink_the_third)
-    refuses(r"layer must be in 0\.\.1, got 2", edit, ours, ids, "block", shrink_the_third, [2])
+    refuses(
+        r"each of layers must be in 0\.\.1, got 2", edit, ours, ids, "block", shrink_the_third, [2]
+    )
     refuses("least 2|must be", hide, build("llama"), ids, 1)
-    refuses("ids must be int64", untouched, ours, ids[0])
+    refuses("layers must be several integers, got 1", edit, ours, ids, "block", shrink_the_third, 1)
+    for operation in (untouched, hide, partial(stream, window=2)):
+        refuses("ids must be int64", operation, ours, ids[0])
+
+
+@pytest.mark.parametrize("make", [own_model, lambda: build("llama")], ids=["ours", "llama"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_has_to_return_what_stands_in_the_place_of_what_it_got(place, make, ids):
+    model = make()
+    refuses("what change returns must be of type Tensor", edit, model, ids, place, lambda x: None)
+    refuses(
+        r"change must return the shape \(5, .*got \(1,", edit, model, ids, place, lambda x: x[:1]
+    )
+    # Of another precision it is taken as x's.
+    double, plain = edit(model, ids, place, lambda x: x.double()), untouched(model, ids)
+    assert torch.equal(double.losses, plain.losses)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_layer_that_is_named_twice_is_changed_once(place, ids):
+    ours = own_model()
+    once, twice = (edit(ours, ids, place, shrink_the_third, [0] * n) for n in (1, 2))
+    assert torch.equal(once.losses, twice.losses)
+
+
+def test_a_layer_without_attention_has_no_queries_to_change(ids):
+    jamba = build("jamba")
+    refuses(r"in layers \[1\] alone, got \[0\]", edit, jamba, ids, "query", torch.zeros_like, [0])
+    refuses(r"layers must be in 0\.\.1, got 2", edit, jamba, ids, "query", torch.zeros_like, [2])
+    everywhere, there = (edit(jamba, ids, "key", torch.neg, x) for x in (None, [1]))
+    assert torch.equal(everywhere.losses, there.losses)
+
+
+def test_a_model_that_has_no_such_place_says_what_is_missing(ids):
+    refuses(r"intermediate_size \(None\)", edit, build("gpt2"), ids, "neurons", torch.zeros_like)
+    refuses("outside transformers' interface, in which surgery", untouched, build("bloom"), ids)
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids.int(), None], ids=["int32", "return_dict"])
+def test_surgery_takes_the_ids_and_the_models_that_measure_takes(change, ids):
+    llama = build("llama")
+    operations = [untouched, hide, partial(stream, window=3), partial(set_back, block=1)]
+    operations += [partial(transplant, donors=ids)]
+    expected = [operation(llama, ids).losses for operation in operations]
+    if change is None:
+        llama.config.return_dict = False
+    else:
+        ids = change(ids)
+        operations[-1] = partial(transplant, donors=ids)
+    for operation, losses in zip(operations, expected, strict=True):
+        assert torch.equal(operation(llama, ids).losses, losses)
+
+
+def test_layers_and_dimensions_may_come_from_an_iterator(ids):
+    ours = own_model()
+    for place in PLACES:
+        listed = edit(ours, ids, place, shrink_the_third, [0]).losses
+        assert torch.equal(edit(ours, ids, place, shrink_the_third, iter([0])).losses, listed)
+    assert torch.equal(set_back(ours, ids, 0, iter([3])).losses, set_back(ours, ids, 0, [3]).losses)
+
+
+def test_positions_and_tokens_that_are_not_there_are_refused(ids):
+    llama = build("llama")
+    for targets in ((0,), (1, LENGTH + 1), ()):
+        refuses(f"positions of the ids, .* 1 to {LENGTH}", hide, llama, ids, targets=targets)
+    refuses(f"since must be in 2..{LENGTH}, got 200", hide, llama, ids, since=200)
+    refuses(r"ids must be in 0\.\.\d+, which", transplant, llama, ids, ids + 10_000)
+    refuses("ids must be int64", transplant, llama, ids, ids.float())
+
+
+def test_numpys_integers_mean_what_pythons_do(ids):
+    ours, llama = own_model(), build("llama")
+    for operation, model, number, options in (
+        (untouched, ours, 3, {"last": None}),
+        (partial(set_back, block=1), ours, 3, {"dimensions": None}),
+        (partial(set_back, dimensions=3), ours, 1, {"block": None}),
+        (hide, llama, 3, {"since": None}),
+        (hide, llama, 3, {"last": None}),
+        (stream, llama, 3, {"window": None}),
+        (partial(stream, window=3), llama, 1, {"sinks": None}),
+        (partial(transplant, donors=ids), llama, 1, {"zero_values_from": None}),
+    ):
+        (name,) = options
+        found = [operation(model, ids, **{name: kind(number)}) for kind in (int, np.int64)]
+        assert torch.equal(found[0].losses, found[1].losses), name
 
 
 def test_only_a_transplant_needs_a_position_more_than_the_text_has():
