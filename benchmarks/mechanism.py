@@ -19,10 +19,8 @@ from torch import Tensor
 from sinkutils.measuring import surgery
 from sinkutils.measuring.subject import Subject, subject
 
-WRITERS = (
-    2,
-    11,
-)  # the blocks, from 0, behind which an element of h_1 is large: SmolLM2's third and twelfth
+# The blocks, from 0, behind which an element of h_1 is large: SmolLM2's third and twelfth.
+WRITERS = (2, 11)
 
 
 def numbers(outcome: surgery.Outcome) -> dict[str, Any]:
@@ -170,9 +168,56 @@ def mechanism(measured: Subject) -> dict[str, Any]:
     return result
 
 
+def last_blocks(measured: Subject) -> dict[str, Any]:
+    """What the last blocks do to the element, with its sign, after the cuts of `mechanism`.
+
+    By case: the element after each of the last four blocks, as a share of what block 12 wrote in
+    the untouched model; the attention of the last block; and the same with the element put back,
+    after the last block but one, to what it is there in the untouched model.
+    """
+    model = measured.model
+    ids = measured.inputs("natural", FEW, 64, first=usual_first(measured))
+    elements: Any = surgery.untouched(model, ids).report.first_elements  # (L, d)
+    blocks = len(elements)
+    dimension = int(elements[WRITERS[1]].argmax())
+
+    def passed(
+        cut: int | None, factor: float, back: Tensor | None = None
+    ) -> tuple[list[Tensor], float]:
+        """The element after each block, (B,) each, and the attention of the last block."""
+        seen: list[Tensor] = []
+
+        def change(h: Tensor) -> Tensor:
+            block = len(seen)
+            if block == cut:
+                h[:, 0, dimension] *= factor
+            if back is not None and block == blocks - 2:
+                h[:, 0, dimension] = back
+            seen.append(h[:, 0, dimension])
+            return h
+
+        outcome = surgery.edit(model, ids, "block", change)
+        return seen, numbers(outcome)["attention"][-1]
+
+    usual, _ = passed(None, 1)
+    written = usual[WRITERS[1]].mean()
+    result = {}
+    cases: list[tuple[str, int | None, float]] = [("untouched", None, 1.0)]
+    for block, (words, factor) in product(WRITERS, (("halved", 0.5), ("at zero", 0.0))):
+        cases.append((f"{words} after block {block + 1}", block, factor))
+    for name, cut, factor in cases:
+        seen, attention = passed(cut, factor)
+        _, put_back = passed(cut, factor, usual[-2])
+        left = [float(element.mean() / written) for element in seen[-4:]]
+        result[name] = {"element": left, "attention": attention, "put back": put_back}
+    return result
+
+
 def main() -> None:
     for name in sys.argv[1:]:
-        print(add(name, "mechanism", mechanism(subject(name))))
+        measured = subject(name)
+        print(add(name, "mechanism", mechanism(measured)))
+        print(add(name, "last_blocks", last_blocks(measured)))
 
 
 if __name__ == "__main__":

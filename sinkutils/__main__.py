@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         message = " ".join(str(error).split()) or kind
         if kind == "ModuleNotFoundError":
-            message += "; an extra brings it, such as sinkutils[notebooks] or [hub]"
+            message += "; an extra brings it: sinkutils[notebooks], [hub], [models] or [slurm]"
         say(message)
         return LOCKED if kind == "RunLocked" else WRONG
     finally:

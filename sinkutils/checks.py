@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
@@ -21,7 +20,8 @@ def require(condition: bool, message: str) -> None:
 
 def short(value: Any) -> str:
     """A value as a message shows it: one line, and of a long one the beginning."""
-    return textwrap.shorten(repr(value), 60, placeholder=" …")
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 60 else line[:58] + " …"
 
 
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> int:

@@ -234,7 +234,7 @@ def claims_command(options: argparse.Namespace) -> None:
     """print the ledger: every claim and its verdict"""
     from sinkutils.ledger.table import claims
 
-    ledger = claims(options.preset, options.runs).fillna("")
+    ledger = claims(options.preset, options.runs).astype(object).fillna("")
     for row in ledger.to_dict("records"):
         print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
         for name in ("paper", "ours", "remark"):
@@ -353,14 +353,12 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.data.probes import SEQUENCES
     from sinkutils.measuring.load import WithoutTokenizer, load_lm
     from sinkutils.measuring.measure import measure
-    from sinkutils.paths import replace_file
+    from sinkutils.paths import replace_file, replaceable
     from sinkutils.plots.report import natural, report_model
 
-    output = options.output
-    if not output.parent.is_dir():  # said before an hour of measuring, not after it
-        raise FileNotFoundError(f"-o {output}: there is no folder {output.parent}")
-    if output.is_dir():
-        raise IsADirectoryError(f"-o {output} is a folder: give a file, {output / 'report.html'}")
+    # Mistakes are said before an hour of measuring, not after it.
+    folder = replaceable(options.output).parent
+    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
         raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
@@ -376,8 +374,8 @@ def report_command(options: argparse.Namespace) -> None:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
-    replace_file(output, page.encode())
-    print(f"written: {output}")
+    replace_file(options.output, page.encode())
+    print(f"written: {options.output}")
 
 
 def models_options(command: Parser) -> None:

@@ -23,7 +23,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     """The notebooks and the appendix, of them those whose names start with one of `only`.
 
-    Raises ValueError if none does, as outside a checkout: the package brings none.
+    Raises ValueError for a start that none has, as outside a checkout: the package brings none.
     """
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     paths += sorted(NOTEBOOKS.glob("appendix/*.ipynb"))
@@ -31,13 +31,11 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
         raise ValueError(
             f"there are no notebooks in {NOTEBOOKS}: they are in a checkout of the repository"
         )
-    chosen = [path for path in paths if path.name.startswith(tuple(only))]
-    if not chosen:
-        stems = ", ".join(path.stem for path in paths)
-        raise ValueError(
-            f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are {stems}"
-        )
-    return chosen
+    for start in only:
+        if not any(path.name.startswith(start) for path in paths):
+            stems = ", ".join(path.stem for path in paths)
+            raise ValueError(f"no notebook in {NOTEBOOKS} starts with {start}; there are {stems}")
+    return [path for path in paths if path.name.startswith(tuple(only))]
 
 
 def run_notebooks(

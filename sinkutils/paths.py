@@ -48,8 +48,19 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replaceable(path: Path) -> Path:
+    """Where a file is written: of a link, where it leads. Raises OSError for what is no regular
+    file, such as a device.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} is no regular file, and is not replaced: give another")
+    return target
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file whole or not at all; an older one stays until the new one is on disk."""
+    path = replaceable(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
         write_synced(temporary, data)

@@ -82,15 +82,18 @@ def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
     # Of what has columns, a loop would take the names.
     has_columns = hasattr(texts, "columns") or hasattr(texts, "column_names")
-    refused = isinstance(texts, str | Mapping) or has_columns
+    # A set has another order in each process.
+    refused = isinstance(texts, str | Mapping | set | frozenset) or has_columns
     documents = []
     if isinstance(texts, Iterable) and not refused:
         documents = list(texts)
-    if not documents or not all(isinstance(text, str) for text in documents):
-        raise ValueError(
-            "texts must be several strings, a document each; of a table give one of the columns; "
-            f"got {short(texts)}"
-        )
+    require(
+        len(documents) > 0,
+        "texts must be several strings, a document each, and no set; of a table give one of the "
+        f"columns; got {short(texts)}",
+    )
+    for index, text in enumerate(documents):
+        instance(f"texts[{index}]", text, str)
     return documents
 
 
@@ -123,6 +126,7 @@ def _natural(
     """The first `needed` tokens of n documents that have them, in an order drawn by the seed."""
     if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
+        instance("corpus", source, Corpus)
         texts = map(source.decode, source.documents("probe"))
     documents = _several(texts)
     generator = np.random.default_rng([seed, PROBES.index("natural")])

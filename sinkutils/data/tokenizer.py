@@ -155,9 +155,7 @@ def bos_id(tokenizer: Any) -> int:
     else:
         token = tokenizer.bos_token_id
     if token is None:
-        raise ValueError(
-            "bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False"
-        )
+        raise ValueError("a BOS first needs a tokenizer with a BOS token, and this one has none")
     return int(token)
 
 

@@ -161,14 +161,15 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
 
 
 def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """(layer, head) pairs, each once."""
+    """(layer, head) pairs of integers, each once."""
     try:
         pairs = [(layer, head) for layer, head in heads]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"heads must be a sequence of (layer, head) pairs, got {short(heads)}"
         ) from error
-    return tuple(dict.fromkeys(pairs))
+    checked = [(integer("layer", layer, 0), integer("head", head, 0)) for layer, head in pairs]
+    return tuple(dict.fromkeys(checked))
 
 
 def digest(rows: Sequence[Tensor]) -> str:

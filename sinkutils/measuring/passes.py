@@ -12,7 +12,7 @@ from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, Function, widened
 from sinkutils.measuring.fused import can_serve, fused_call, proves_right
 from sinkutils.measuring.refusals import LATER
-from sinkutils.measuring.tally import Edit, Tally
+from sinkutils.measuring.tally import Edit, Tally, changed
 
 EXACT_ELEMENTS = 2**25  # attention weights held at a time: 128 MiB in float32
 CHECK_TOKENS = 16  # the longest text of a check
@@ -66,8 +66,8 @@ class Measuring(Pass):
         edit = self.edit
         if edit is not None and layer in edit.layers:
             x = getattr(call, edit.part)  # q, k or v
-            changed: Any = {edit.part: edit.change(x.clone())}
-            call = call._replace(**changed)
+            parts: Any = {edit.part: changed(edit.change, x)}
+            call = call._replace(**parts)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out

@@ -136,12 +136,12 @@ class Report:
 
         Raises ValueError for a key that was not measured.
         """
-        self.of(k)  # which refuses a key that was not measured
         seeing = self._by_layer(seeing_share, k)
         return seeing.mean(dim=0).tolist()
 
     def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
         """function(T, k, window) of each sample and layer, (samples, layers)."""
+        self.of(k)  # which refuses a key that was not measured
         windows = self.windows or (None,) * len(self.layers)
         # Samples differ in T, and layers in their window.
         rows = []

@@ -67,8 +67,9 @@ class Subject:
         repetition does. Raises ValueError for a `first` that the model does not have.
         """
         first = first or self.firsts[0]
-        choice("first", first, self.firsts)
         bos = first == BOS
+        if not bos:  # of which `probe` says that the tokenizer has none
+            choice("first", first, self.firsts)
         ids = probe(kind, self.tokenizer, *sizes, bos=bos, corpus=self.corpus, **options)
         if first != X_FIX:
             return ids

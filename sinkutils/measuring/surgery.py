@@ -38,7 +38,7 @@ from sinkutils.measuring.passes import Measuring, Pass
 from sinkutils.measuring.refusals import check_positions
 from sinkutils.measuring.report import Report, check_targets
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
-from sinkutils.measuring.tally import Edit, OwnModel, Tally
+from sinkutils.measuring.tally import Edit, OwnModel, Tally, changed
 from sinkutils.model.decoder import TransformerLM
 
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
@@ -89,8 +89,8 @@ def edit(
         "block"                  the hidden states that a block passes on, (B, T, d)
         "query", "key", "value"  after rotary, (B, H, T, D); keys and values may have fewer heads
         "neurons"                what the FFN's second projection reads, (B, T, n)
-    change: gets a copy, which it may write into. Our own models with a sink token have x* at the
-        first position.
+    change: gets a copy, which it may write into, and returns as much. Our own models with a sink
+        token have x* at the first position.
 
     Set the first token's hidden state after block 1 to half its size, or take the mean query off in
     every block:
@@ -104,8 +104,12 @@ def edit(
     """
     choice("place", place, PLACES)
     with operating(model, ids) as source, ExitStack() as hooks:
-        every = range(len(source.blocks))
+        every = [*range(len(source.blocks))]
+        if place in ("query", "key", "value"):
+            every = sorted(source.layers.values())  # of a hybrid model not all blocks
         chosen = integers("layers", every if layers is None else layers, 0, every[-1])
+        chosen = list(dict.fromkeys(chosen))  # each once
+        require({*chosen} <= {*every}, f"attention is in layers {every} alone, got {chosen}")
         if place in ("query", "key", "value"):
             part = {"query": "q", "key": "k", "value": "v"}[place]
             return run(source, ids, edit=Edit(part, chosen, change))
@@ -127,8 +131,8 @@ def edit_block(
             streams = source.hidden_states(hidden).shape[1]
             if streams > 1:
                 raise ValueError(f"blocks pass on {streams} residual streams: there is no one h_1")
-        changed = change(hidden.clone())
-        return changed if isinstance(output, Tensor) else (changed, *output[1:])
+        edited = changed(change, hidden)
+        return edited if isinstance(output, Tensor) else (edited, *output[1:])
 
     # First of all hooks, so that the report has the norms of what was changed.
     return block.register_forward_hook(source.here(after), prepend=True)
@@ -140,7 +144,7 @@ def edit_neurons(
     """Change what the second projection of a block's FFN reads."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (change(args[0].clone()),)
+        return (changed(change, args[0]),)
 
     if isinstance(source, OwnModel):
         down = block.get_submodule("ffn.down")
@@ -156,7 +160,8 @@ def edit_neurons(
                 layers.append(module)
         require(
             len(layers) == 1,
-            f"{source.kind} has no one linear layer that reads its FFN's {neurons} neurons",
+            f"{source.kind} has no one linear layer from its config's intermediate_size "
+            f"({neurons}) to its hidden_size ({width})",
         )
         down = layers[0]
     return down.register_forward_pre_hook(source.here(before))
@@ -281,6 +286,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             source = OwnModel(model, Tally(TARGETS, ids.shape[1]))
         else:
             source = observe(model, Pass(), state)
+            state.set(source.config, "return_dict", True)  # outputs are read by name
             if source.model.get_output_embeddings() is None:
                 raise ValueError(
                     "surgery needs a TransformerLM or a causal LM of transformers, got "
@@ -293,8 +299,8 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             return
         if source.legacy:
             raise ValueError(
-                f"{source.kind} has attention outside transformers' interface: "
-                "surgery works on eager and sdpa only"
+                f"{source.kind} has attention outside transformers' interface, in which surgery "
+                "can change nothing"
             )
         if cache and not keeps_keys_and_values(source, ids[:1, :1]):
             raise ValueError(
@@ -365,7 +371,7 @@ def run(
         # Logits predict the token behind their own: those of the last one are left out.
         logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
         predicted.append(logits.argmax(dim=-1).cpu())
-        labels = batch[:, -scored:]
+        labels = batch[:, -scored:].long()  # of int32, too
         nats = F.cross_entropy(logits.mT, labels, reduction="none")  # (B, scored)
         losses.append(nats.cpu())
     samples = torch.arange(len(ids))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import require
+from sinkutils.checks import instance, require
 from sinkutils.measuring.report import Kept, NotFinite, Report
 from sinkutils.model.attention import AttentionSpec, attend, divide
 from sinkutils.model.decoder import TransformerLM
@@ -256,6 +256,17 @@ class Edit:
     change: Callable[[Tensor], Tensor]
 
 
+def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """change(x), of a copy. Raises ValueError for what cannot stand in the place of x."""
+    result = change(x.clone())
+    instance("what change returns", result, Tensor)
+    require(
+        result.shape == x.shape,
+        f"change must return the shape {tuple(x.shape)}, got {tuple(result.shape)}",
+    )
+    return result.to(x)
+
+
 class OwnModel:
     """Adds to a tally what a `TransformerLM` shows while it runs, a map at a time."""
 
@@ -267,6 +278,7 @@ class OwnModel:
         self.model = model
         self.tally = tally
         self.blocks = model.blocks
+        self.layers = {block.attention: layer for layer, block in enumerate(model.blocks)}
         self.device = model.embed.weight.device
         cfg = model.config
         self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
@@ -302,7 +314,7 @@ class OwnModel:
     ) -> None:
         if self.edit is not None and layer in self.edit.layers:
             part = {"q": q, "k": k, "v": v}[self.edit.part]
-            part.copy_(self.edit.change(part.clone()))  # the model goes on with what it shows
+            part.copy_(changed(self.edit.change, part))  # the model goes on with what it shows
         tally = self.tally
         first = self.first
         of_text = [x[:, :, first:] for x in (q, k, v)]

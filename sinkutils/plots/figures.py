@@ -55,7 +55,7 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
     weights: (T, T), from 0 to 1; keys behind their query stay white, and the first key is framed.
     tokens: the T names for the edges; None: their positions.
     """
-    squares = np.array(weights, dtype=float)
+    squares = np.asarray(weights, dtype=float).copy()  # to write into
     length = len(squares)
     require(
         squares.shape == (length, length),

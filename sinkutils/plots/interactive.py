@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from sinkutils.checks import integer, integers, require
-from sinkutils.measuring.measure import measure
+from sinkutils.checks import instance, integer, integers, require, short
+from sinkutils.measuring.measure import measure, sequences
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
-from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png
+from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
 MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are compressed
 FEWEST_TOKENS = 8  # to which the text of a model with many heads is cut for that
@@ -86,6 +86,8 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
     `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
+    instance("courses", courses, Mapping)
+    require(len(courses) > 0, "courses must have at least one")
     steps = integers("steps", steps, least=0)
     runs = []
     with mpl.rc_context(STYLE):
@@ -94,6 +96,10 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
         rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1.4, 2))
         for (title, course), (dots, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
+            require(
+                alpha.ndim == 3,
+                f"{title!r} must have the shape (steps, layers, heads), got {alpha.shape}",
+            )
             require(
                 len(alpha) == len(steps),
                 f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
@@ -105,7 +111,7 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
             heads_by_block(alpha[-1], ax=dots)
             dots.set_ylabel("attention to token 1")
             dots.label_outer()  # the blocks are named below the last row alone
-            dots.set_title(title, parse_math=False)
+            dots.set_title(printable(title), parse_math=False)
             line.plot(steps, means, color=COLORS["first"], linewidth=2.5)
             line.set(ylim=(0, 1), ylabel="mean of all heads")
         line.set(xlabel="training step")
@@ -113,7 +119,7 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
         "Attention of every head to token 1 at the end of training, and its mean along training: "
-        + ", ".join(courses)
+        + printable(", ".join(courses))
     )
     caption = (
         "A dot is a head, over its block, at the height of the attention that it gives to token 1. "
@@ -141,6 +147,13 @@ def explore(
     that is no positive integer, and for a head that is not there.
     """
     length = integer("length", length, least=1)
+    sequences(ids, None, (1,))
+    require(
+        tokenizer is None or hasattr(tokenizer, "decode"),
+        f"tokenizer must decode tokens, got {short(tokenizer)}",
+    )
+    instance("name", name, str)
+    name = printable(name)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]
     heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor, nn
 
-from sinkutils.checks import require
+from sinkutils.checks import instance, require
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import bos_id, encode
 from sinkutils.measuring.load import WithoutTokenizer
@@ -28,7 +28,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report, norm_ratio
 from sinkutils.measuring.subject import adds_bos
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
-from sinkutils.plots.theme import COLORS, STYLE, json_in_html
+from sinkutils.plots.theme import COLORS, STYLE, json_in_html, printable
 
 # The text of the maps: our own words.
 SAMPLE = (
@@ -113,17 +113,23 @@ def report_page(
     """
     if isinstance(reports, Report):
         reports = {"input": reports}
-    facts = dict(facts or {})
+    beside = beside or {}
+    facts = facts or {}
+    instance("name", name, str)
+    instance("facts", facts, Mapping)
+    _check_reports("reports", reports)
+    _check_reports("beside", beside)
+    require(len(reports) > 0, "reports must have at least one")
     main = next(iter(reports.values()))
     require(
         1 in main.targets,
         f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}",
     )
-    name = _printable(name or main.name or "a model")
+    name = printable(name or main.name or "a model")
     models = {name: _row(main)}
-    for other, report in (beside or {}).items():
+    for other, report in beside.items():
         require(other != name, f"two models are called {name!r}: give one another name")
-        models[_printable(other)] = _row(report)
+        models[printable(other)] = _row(report)
     numbers = ""
     for label, number in models[name].items():
         numbers += f"<div><dt>{label}</dt><dd>{number}</dd></div>"
@@ -132,7 +138,7 @@ def report_page(
     contents = {
         "name": name,
         "reports": {title: report.to_dict() for title, report in reports.items()},
-        "facts": facts or None,
+        "facts": dict(facts) or None,
     }
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     # Figures are SVG in one colour that `_svg` makes the page's own: they follow a dark page.
@@ -153,9 +159,11 @@ def report_page(
         )
 
 
-def _printable(name: str) -> str:
-    """Half a character, as where a name was cut, as "?": no page can hold it."""
-    return name.encode(errors="replace").decode()
+def _check_reports(name: str, reports: Any) -> None:
+    """Hold that these are reports by title."""
+    instance(name, reports, Mapping)
+    for report in reports.values():
+        instance(f"a value of {name}", report, Report)
 
 
 def natural(

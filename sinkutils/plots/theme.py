@@ -95,6 +95,11 @@ def alt_text(figure: Figure) -> str:
     return "; ".join(dict.fromkeys(lines)) or "a figure"  # each once
 
 
+def printable(name: str) -> str:
+    """Half a character, as where a name was cut, as "?": neither page nor figure can hold it."""
+    return name.encode(errors="replace").decode()
+
+
 def json_in_html(value: Any) -> str:
     """JSON to stand in a script of a page.
 

@@ -114,8 +114,8 @@ class RunFolder:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"cannot lock a file below {self.folder.parent} ({error.strerror}): give --runs a "
-                "folder on another disk",
+                f"cannot lock a file below {self.folder.parent} ({error.strerror}): give --runs "
+                "another folder, or one on another disk",
             ) from error
         with lock:
             try:
@@ -170,7 +170,9 @@ class Runs:
         folder = Path(name)
         if not folder.is_dir():
             folder = self.folder / name
-        return folder if (folder / SUMS).exists() else None
+        # One of them may be lost: reading the record says so.
+        names = (SUMS, "provenance.json")
+        return folder if any((folder / name).exists() for name in names) else None
 
     def missing(
         self,

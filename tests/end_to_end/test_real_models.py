@@ -33,7 +33,7 @@ from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
 # of benchmarks/recall.py, mechanism.py and alone.py
-OPERATED = ("alone", "cuts", "int8", "leaving", "mechanism", "recall")
+OPERATED = ("alone", "cuts", "int8", "last_blocks", "leaving", "mechanism", "recall")
 
 
 def tiny_gguf(path):

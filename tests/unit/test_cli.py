@@ -1,6 +1,7 @@
 """The command line: what it prints, and one line with advice for every mistake."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import nbformat
 import pandas as pd
@@ -67,8 +69,12 @@ REFUSED = {
     "run --in-place -p n 3 --only 02": "leave out -p, or --in-place",
     "run -p n {": "-p n: '{' is not a value in YAML",
     "run -p n !!python/object/apply:os.system": "is not a value in YAML",
-    "report ./nothing -o ./no/folder/x.html": "there is no folder no/folder",
+    "report ./nothing -o ./no/folder/x.html": "x.html: there is no folder",
+    "report ./nothing -o .": "sinkutils: . is no regular file, and is not replaced",
+    "report ./nothing -o /dev/null": "/dev/null is no regular file",
     "run --only 99": "starts with 99; there are 00_quickstart",
+    "run --only 00 nosuch": "starts with nosuch; there are",
+    "train k_bias --preset smoke --runs README.md": "(Not a directory): give --runs another folder",
     "run --only 07 -p colour red": "07_how_a_sink_is_made has no parameter colour; it has preset, texts",
     "": "the following arguments are required: command",
     "dance": "invalid choice: 'dance' (choose from 'list', 'train'",
@@ -251,6 +257,15 @@ def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp
     assert texts == ["docstrings", "path:mine"]
 
 
+def test_a_package_that_is_missing_is_said_with_the_extra_that_brings_it(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    command = f"sweep --preset smoke --engine slurm --runs {tmp_path} --only k_bias"
+    assert main(command.split()) == WRONG
+    assert "submitit" in (line := capsys.readouterr().err) and "[slurm]" in line
+
+
 def test_run_takes_what_it_is_given(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("sinkutils.pages.run_notebooks", lambda *arguments: asked.append(arguments))
@@ -328,12 +343,15 @@ def ledger(preset, runs):
     row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24"}
     row["remark"] = "by hand"
     verdicts = ("not reproduced", "partly", "partly")
-    return pd.DataFrame([{**row, "verdict": verdict} for verdict in verdicts])
+    table = pd.DataFrame([{**row, "verdict": verdict} for verdict in verdicts])
+    table["ours"] = [24.0, math.nan, math.nan]
+    return table
 
 
 def test_claims_are_a_line_each_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sinkutils.ledger.table.claims", ledger)
-    short = said(capsys, "claims", "--runs", tmp_path)
+    with warnings.catch_warnings(action="error"):  # as of what pandas 4 will refuse
+        short = said(capsys, "claims", "--runs", tmp_path)
     assert len(short.splitlines()) == 4 and "18.18" not in short
     assert short.splitlines()[0].startswith("not reproduced  sink")
     assert short.splitlines()[-1] == "3 claims at laptop: 1 not reproduced, 2 partly"

@@ -72,6 +72,10 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     says = r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"
     with pytest.raises(ModelUnavailable, match=says):
         load_lm(folder)
+    (folder / "SHA256SUMS").unlink()
+    for name in ("tiny/fixed_1/0", folder):
+        with pytest.raises(ModelUnavailable, match="SHA256SUMS is missing or damaged"):
+            load_lm(name)
     absent = {
         "tiny/fixed_1/7": None,
         "laptop/fixed_1": None,
@@ -277,7 +281,7 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
         assert "there is no folder" in capsys.readouterr().err
         assert cli.main([*command, str(tmp_path)]) == 2
-        assert "is a folder: give a file" in capsys.readouterr().err
+        assert "is no regular file" in capsys.readouterr().err
         assert cli.main([*command, str(there), "--beside", command[1]]) == 2
         assert "must be another model" in capsys.readouterr().err
     there.write_text("an older page")

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 import zlib
 from types import SimpleNamespace
 
@@ -143,6 +144,10 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     dots = [ax.collections[0].get_offsets()[:, 1] for ax in still.axes if ax.collections]
     assert [heights.tolist() for heights in dots] == [[0.5] * 6, [0] * 6]
     refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
+    refuses("steps must be several integers, got None", su.film, courses, None)
+    refuses("courses must be of type Mapping, got list", su.film, [rising], [0, 100, 200])
+    refuses("at least one", su.film, {}, [0, 100, 200])
+    refuses(r"the shape \(steps, layers, heads\), got \(2, 3\)", su.film, {"a": rising[0]}, [0, 1])
 
 
 def test_the_steps_under_a_film_do_not_touch():
@@ -180,6 +185,10 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     assert json.dumps(films[0].data) == json.dumps(films[1].data)
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
+    refuses(r"got torch.int64 of the shape \(48,\)", su.explore, model, ids[0])
+    refuses("ids must be of type Tensor, got dict", su.explore, model, {"input_ids": ids})
+    refuses("name must be of type str, got int: 5", su.explore, model, ids, 5)
+    refuses("tokenizer must decode tokens, got 'gpt2'", su.explore, model, ids, tokenizer="gpt2")
 
 
 def test_what_is_interactive_keeps_a_png_and_an_alt_text_for_those_without_scripts(model, ids):
@@ -256,6 +265,13 @@ def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     assert html.count("<svg") == 1
     refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
     refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
+    for reports in (None, [report], model):
+        refuses("reports must be of type Mapping", su.report_page, reports)
+    refuses("at least one", su.report_page, {})
+    refuses("a value of reports must be of type Report, got NoneType", su.report_page, {"a": None})
+    refuses("beside must be of type Mapping, got Report", su.report_page, report, beside=report)
+    refuses("name must be of type str, got int: 5", su.report_page, report, 5)
+    refuses("facts must be of type Mapping, got int: 5", su.report_page, report, facts=5)
 
 
 def test_the_excess_of_a_page_is_the_reports_also_with_windows_and_another_epsilon(model, ids):
@@ -296,8 +312,18 @@ def test_a_name_with_dollars_is_no_formula(name, model, ids):
         assert base64.b64decode(picture._repr_mimebundle_()[0]["image/png"]).startswith(b"\x89PNG")
 
 
-def test_half_a_character_in_a_name_is_a_question_mark_of_a_page(model, ids):
-    assert "cut ?" in su.report_page(measure(model, ids), "cut \ud83d").encode().decode()
+def test_half_a_character_in_a_name_is_a_question_mark_of_a_page_and_a_figure(model, ids):
+    name = "cut \ud83d"
+    assert "cut ?" in su.report_page(measure(model, ids), name).encode().decode()
+    for picture in (su.film({name: np.zeros((2, 1, 1))}, [0, 1]), su.explore(model, ids, name)):
+        assert "cut ?" in picture._repr_mimebundle_()[0]["text/html"].encode().decode()
+
+
+def test_a_map_is_drawn_of_a_tensor_which_stays_as_it_was():
+    weights = torch.eye(4).double()
+    with warnings.catch_warnings(action="error"):
+        plots.attention_map(weights, None, plt.gca())
+    assert torch.equal(weights, torch.eye(4).double())
 
 
 def test_every_tick_of_a_page_has_a_number_of_its_own(model, ids):

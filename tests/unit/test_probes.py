@@ -15,6 +15,7 @@ from sinkutils.data import corpus
 from sinkutils.data.external import read_texts
 from sinkutils.data.probes import PROBES, probe
 from sinkutils.data.tokenizer import bos_id, encode, marked_special, special_ids, train_tokenizer
+from sinkutils.measuring.subject import Subject
 
 RAW = word_tokenizer(40)
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]
@@ -82,7 +83,9 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
         texts={"text": ["a"]},
         tokenizer=RAW,
     )
-    refuses("got .'a', None, 'b'", probe, texts=["a", None, "b"], tokenizer=RAW)
+    refuses(r"^texts\[1\] must be .* str, got NoneType", probe, texts=["a", None], tokenizer=RAW)
+    refuses("and no set", probe, texts={"a", "b"}, tokenizer=RAW)  # its order is the process's
+    refuses("corpus must be of type Corpus, got NoneType", probe, "natural", RAW, corpus=None)
 
 
 def test_texts_are_read_from_files(tmp_path):
@@ -202,15 +205,17 @@ def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos):
     assert bos_id(tf.PreTrainedTokenizerFast(tokenizer_object=RAW, bos_token="w5")) == 8
 
 
+def test_a_bos_that_a_tokenizer_lacks_is_what_is_said_to_be_missing():
+    without = Subject("a model", None, word_tokenizer(20, ("<eos>",)))
+    refuses("this one has none", without.inputs, "random", first="BOS")
+    refuses("first must be one of text; got 'x_fix'", without.inputs, "random", first="x_fix")
+
+
 def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus):
     def ask(texts):
         return probe(None, corpus.tokenizer, length=4, texts=texts)
 
-    refuses(
-        "texts must be several strings, a document each; .* got .'a text', None",
-        ask,
-        ["a text", None],
-    )
+    refuses(r"^texts\[1\] must be of type str, got NoneType: None", ask, ["a text " * 20, None])
     refuses("of a table give one of the columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
-    refuses("texts must be several strings, a document each; .* got 'a text'", ask, "a text")
-    refuses("texts must be several strings, a document each; .* got 3", ask, 3)
+    refuses("texts must be several strings, a document each, .* got 'a text'", ask, "a text")
+    refuses("texts must be several strings, a document each, .* got 3", ask, 3)

@@ -21,6 +21,7 @@ import sinkutils as su
 from sinkutils import config, paths
 from sinkutils.__main__ import main
 from sinkutils.measuring.load import ModelUnavailable, load_lm
+from sinkutils.paths import replace_file
 from sinkutils.study import record as records_module
 from sinkutils.study.config import config_dict, config_hash, upgrade
 from sinkutils.study.record import (
@@ -487,3 +488,19 @@ def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
     assert curve.valid_loss.tolist()[-1] == final["valid_loss"]
     seen_once = su.blocks("laptop", study).query("experiment == 'window_1_64'")
     assert np.isfinite(seen_once.excess_1).all()
+
+
+def test_a_file_is_replaced_behind_its_link_and_what_is_no_file_is_not(tmp_path):
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    target.write_text("old")
+    link.symlink_to(target)
+    replace_file(link, b"new")
+    assert link.is_symlink() and target.read_text() == "new"
+    os.mkfifo(pipe)
+    for place in (pipe, tmp_path):
+        refuses("is no regular file", replace_file, place, b"new", kind=OSError)
+    assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {
+        "target",
+        "link",
+        "pipe",
+    }

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refused, refuses, tokens
@@ -94,6 +95,10 @@ def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_f
     before = [module.training for module in model.modules()]
     with pytest.raises(ValueError, match=r"\(0, 99\).*layers are \[0, 1\], with heads 0..1"):
         measure(model, tokens(), heads=((0, 99), (0, 1)))
+    for heads in ([(0.0, 1)], [(True, 0)], [([0], 1)], torch.tensor([[0, 1]])):
+        refuses("layer must be an integer, got", measure, model, tokens(), heads=heads)
+    same = measure(model, tokens(), heads=[(np.int64(0), 1), (0, np.int64(1))])
+    assert [*same.kept] == [(0, 1)]
     refuses("meta device", measure, TransformerLM(LMConfig(**SHAPE)).to("meta"), tokens())
     with torch.no_grad():
         model.blocks[1].ffn.down.weight[0, 0] = math.nan
@@ -143,6 +148,8 @@ def test_questions_a_report_cannot_answer_are_clear_errors():
     refuses(r"alpha_3 was not measured, only \[1, 2\]", report.sink, 3)
     refuses(r"in \(0, 1\)", report.sink, 1, 1.5)
     refuses("key bias", report.excess, "star")
+    refuses("alpha_None was not measured", report.excess, None)
+    refuses("got str: 'xxx", measure, own_model(), "x" * 100)  # the beginning of a long value
 
 
 def test_a_target_named_twice_is_one_target():

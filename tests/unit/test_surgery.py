@@ -309,6 +309,54 @@ def test_an_edit_that_has_no_place_or_no_layer_is_refused(ids):
         refuses("ids must be int64", operation, ours, ids[0])
 
 
+@pytest.mark.parametrize("make", [own_model, lambda: build("llama")], ids=["ours", "llama"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_has_to_return_what_stands_in_the_place_of_what_it_got(place, make, ids):
+    model = make()
+    refuses("what change returns must be of type Tensor", edit, model, ids, place, lambda x: None)
+    refuses(
+        r"change must return the shape \(5, .*got \(1,", edit, model, ids, place, lambda x: x[:1]
+    )
+    # Of another precision it is taken as x's.
+    double, plain = edit(model, ids, place, lambda x: x.double()), untouched(model, ids)
+    assert torch.equal(double.losses, plain.losses)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_layer_that_is_named_twice_is_changed_once(place, ids):
+    ours = own_model()
+    once, twice = (edit(ours, ids, place, shrink_the_third, [0] * n) for n in (1, 2))
+    assert torch.equal(once.losses, twice.losses)
+
+
+def test_a_layer_without_attention_has_no_queries_to_change(ids):
+    jamba = build("jamba")
+    refuses(r"in layers \[1\] alone, got \[0\]", edit, jamba, ids, "query", torch.zeros_like, [0])
+    refuses(r"layers must be in 0\.\.1, got 2", edit, jamba, ids, "query", torch.zeros_like, [2])
+    everywhere, there = (edit(jamba, ids, "key", torch.neg, x) for x in (None, [1]))
+    assert torch.equal(everywhere.losses, there.losses)
+
+
+def test_a_model_that_has_no_such_place_says_what_is_missing(ids):
+    refuses(r"intermediate_size \(None\)", edit, build("gpt2"), ids, "neurons", torch.zeros_like)
+    refuses("outside transformers' interface, in which surgery", untouched, build("bloom"), ids)
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids.int(), None], ids=["int32", "return_dict"])
+def test_surgery_takes_the_ids_and_the_models_that_measure_takes(change, ids):
+    llama = build("llama")
+    operations = [untouched, hide, partial(stream, window=3), partial(set_back, block=1)]
+    operations += [partial(transplant, donors=ids)]
+    expected = [operation(llama, ids).losses for operation in operations]
+    if change is None:
+        llama.config.return_dict = False
+    else:
+        ids = change(ids)
+        operations[-1] = partial(transplant, donors=ids)
+    for operation, losses in zip(operations, expected, strict=True):
+        assert torch.equal(operation(llama, ids).losses, losses)
+
+
 def test_layers_and_dimensions_may_come_from_an_iterator(ids):
     ours = own_model()
     for place in PLACES:
