@@ -1,12 +1,13 @@
 """sinkutils: see, measure and re-train attention sinks.
 
 A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025).
-Names load on first use, so that training needs neither transformers nor pandas.
+Each public name is imported on first use, so that training needs neither transformers nor pandas.
 """
 
 from importlib import import_module
 from typing import Any
 
+# Each public name, and the module that defines it.
 _HOMES = {
     "AttentionSpec": "model.attention",
     "attend": "model.attention",
@@ -14,7 +15,7 @@ _HOMES = {
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "compare": "measuring.compare",
-    "surgery": "measuring.surgery",  # the module: hide, stream, transplant, set_back, edit
+    "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
     "SinkCallback": "measuring.callback",
     "probe": "data.probes",
     "load_lm": "measuring.load",

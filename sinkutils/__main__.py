@@ -1,4 +1,7 @@
-"""The command line: python -m sinkutils COMMAND. What the commands do is in `commands`."""
+"""The command line, python -m sinkutils COMMAND. The commands themselves are in `commands`.
+
+This module runs a command and turns its errors and interrupts into exit statuses.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from io import TextIOWrapper
 
 from sinkutils.commands import WRONG, parser
 
-# Exit statuses; a sweep knows LOCKED of its workers, and their messages by how they begin.
+# Exit statuses. A sweep recognises a worker whose run is locked by the status LOCKED.
 LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 3, 130, 141, 143
-# What a user can mend is said in one line. The names are of errors whose modules load PyTorch.
+# Errors that the user can correct are printed in one line, without a traceback. Some are listed by
+# name, because importing their classes would load PyTorch.
 EXPECTED = (ValueError, OSError, ImportError, MemoryError)
 EXPECTED_NAMES = ("CorruptRecord", "RunLocked", "OutOfMemoryError")
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was sent TERM, as by kill, timeout, Slurm or a container that is stopped."""
+    """The process received SIGTERM: from kill, timeout, Slurm or a container that is stopped."""
 
 
 def terminated(number: int, frame: object) -> None:
@@ -27,18 +31,20 @@ def terminated(number: int, frame: object) -> None:
 
 
 def say(message: str) -> None:
+    """Print a message to stderr. A sweep finds its workers' messages by this prefix."""
     print(f"sinkutils: {message}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status.
+    """Run a command and return its exit status.
 
-    It is 0, 2 for an error in one line, 3 for a run that another process trains, and 130 (INT) or
-    143 (TERM) of a process that is told to stop, as shells have it.
+    0: success. 1: the command ran, and something in it failed (a run, a notebook). 2: an error that
+    is reported in one line. 3: another process is training this run. 130 and 143: the process was
+    stopped by SIGINT or SIGTERM. 141: whoever read the output closed the pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
     options = parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, terminated)
     try:
@@ -48,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = options.function(options)
             sys.stdout.flush()
             return status or 0
-    except BrokenPipeError:  # whoever read the output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
+        # Python flushes stdout again at exit, which must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as stop:

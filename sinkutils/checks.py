@@ -1,4 +1,7 @@
-"""Checks of arguments: a ValueError names the argument, what it must be and what it was."""
+"""Checks of arguments.
+
+Each raises a ValueError that names the argument, says what it must be and shows what it was.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,18 @@ def require(condition: bool, message: str) -> None:
 
 
 def short(value: Any) -> str:
-    """A value as a message shows it: one line, and of a long one the beginning."""
+    """The value as an error message shows it: on one line, cut after about 60 characters."""
     line = " ".join(repr(value).split())
     return line if len(line) <= 60 else line[:58] + " …"
 
 
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> int:
-    """An integer in least..most, as Python's own; True and False are not integers here."""
-    # NumPy's integers count: our own frames hand them out, and neither JSON nor PyTorch takes them.
+    """Check that a value is an integer in least..most, and return it as a Python int.
+
+    True and False are refused.
+    """
+    # NumPy integers are accepted, because our own data frames hold them. They are converted,
+    # because neither JSON nor PyTorch accepts them.
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole:
         raise ValueError(f"{name} must be an integer, got {short(value)}")
@@ -37,14 +44,17 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> int:
 
 
 def integers(name: str, values: Any, least: int, most: float = math.inf) -> list[int]:
-    """Several integers in least..most, as a list."""
+    """Check that all values are integers in least..most, and return them as a list."""
     require(isinstance(values, Iterable), f"{name} must be several integers, got {short(values)}")
     return [integer(f"each of {name}", value, least, most) for value in values]
 
 
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
-    """A finite number of at least so much, or of `more` than that; `wanted` says it in words."""
-    number = math.nan  # which no comparison holds for
+    """Check that a value is a finite number of at least `least`, or, if `more`, greater than it.
+
+    wanted: the condition in words, for the message.
+    """
+    number = math.nan  # every comparison with nan is false
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     enough = number > least if more else number >= least
@@ -53,7 +63,7 @@ def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = Fa
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
-    """One of the names allowed."""
+    """Check that a value is one of the allowed names."""
     require(
         isinstance(value, str) and value in allowed,
         f"{name} must be one of {', '.join(allowed)}; got {value!r}",
@@ -61,7 +71,7 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
 
 
 def instance(name: str, value: Any, kind: type) -> None:
-    """A value of that type."""
+    """Check that a value is an instance of `kind`."""
     if not isinstance(value, kind):
         raise ValueError(
             f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}"
@@ -70,15 +80,20 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 @lru_cache
 def types(cls: Any) -> dict[str, tuple[Any, ...]]:
-    """The type of each field of a dataclass and what else it takes; annotations are strings."""
+    """For each field of a dataclass, the types that its annotation allows.
+
+    int -> (int,), int | None -> (int, None's type), tuple[int, ...] -> (int, ...). The annotations
+    are strings, which `get_type_hints` evaluates.
+    """
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
 
 def fields(config: Any, **least: float) -> None:
-    """Every field of a dataclass by its type: integers of at least 1, floats of at least 0.
+    """Check every field of a config, a frozen dataclass, against its annotated type.
 
-    least: another least number, by field. A type may be one with None; of a tuple every element is
-    checked. Numbers of NumPy become Python's own, of which JSON can be made.
+    An integer must be at least 1 and a float at least 0, unless `least` gives another bound for the
+    field. None is accepted where the annotation allows it. Of a tuple every element is checked.
+    NumPy numbers are replaced by Python's own, so that the config can be written as JSON.
     """
     for name, (kind, *others) in types(config.__class__).items():
         value = getattr(config, name)
@@ -100,29 +115,29 @@ def fields(config: Any, **least: float) -> None:
                 instance(name, element, kind)
             elements.append(element)
         value = tuple(elements) if several else elements[0]
-        object.__setattr__(config, name, value)  # as the config is frozen
+        object.__setattr__(config, name, value)  # a frozen dataclass refuses config.name = value
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, on one line: the kind of the error and the beginning of its text."""
+    """An error on one line: its type and the first 200 characters of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    """A list, array or tensor of numbers as floats."""
+    """Check that values is a list, array or tensor of numbers, and return them as floats."""
     try:
-        (_,) = np.shape(values)
+        (_,) = np.shape(values)  # one dimension
         return tuple(map(float, values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a sequence of numbers, got {short(values)}") from error
 
 
 def device(name: str | torch.device | None) -> torch.device:
-    """The device of that name; None is CUDA where there is one, else the CPU.
+    """The device of this name. None chooses CUDA if it is available, and the CPU otherwise.
 
-    Raises ValueError for a name that PyTorch does not know or a GPU that is
-    not there: nothing asked for on a GPU runs on the CPU instead.
+    Raises ValueError for a name that PyTorch does not know, and for a GPU that does not exist. A
+    computation that is meant for a GPU never falls back to the CPU.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
 """The commands of python -m sinkutils: their options, and what they print.
 
-What loads PyTorch is imported by the command that needs it, so that --version, --help and a
-mistyped command take no seconds.
+A module that loads PyTorch, which takes seconds, is imported inside the command that needs it.
+So --version, --help and a mistyped command answer at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WRONG = 2  # the exit status of a mistake
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line."""
+    """A parser whose error messages take one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG, f"sinkutils: {message} ({self.prog} --help)\n")
@@ -34,12 +34,12 @@ def count(text: str) -> int:
 
 
 def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Some of the options, for a function that calls them by the same names."""
+    """Some of the options, as keyword arguments for a function with parameters of these names."""
     return {name: getattr(options, name) for name in names}
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their options and their help."""
+    """The parser of all commands, with their options and their help."""
     top = Parser(
         prog="python -m sinkutils", description="See, measure and re-train attention sinks."
     )
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-# --- what several commands share
+# --- options that several commands share
 
 
 def add_study(command: Parser) -> None:
@@ -121,9 +121,8 @@ def list_command(options: argparse.Namespace) -> None:
 
     rows = experiments(options.section)
     refused = unavailable(options.preset)
-    # What is recorded of each experiment.
-    statuses = Counter[str]()
-    seeds = Counter[str]()  # recorded, by experiment
+    statuses = Counter[str]()  # status -> number of records
+    seeds = Counter[str]()  # experiment -> number of seeds recorded
     for record in Runs(options.runs).entries(options.preset):
         statuses[record.status] += 1
         seeds[record.experiment] += record.status in ("done", "failed")
@@ -131,7 +130,8 @@ def list_command(options: argparse.Namespace) -> None:
     for row in rows:
         known: int | str = "-"
         if row.name not in refused:
-            name = resolve(row.name, options.preset)  # of equal runs the first has the records
+            # Experiments with the same config share one run, recorded under the first one's name.
+            name = resolve(row.name, options.preset)
             known = seeds[name]
         paper = row.paper.get("sink_1", "")
         print(f"{row.name:<26}{row.item:<17}{paper:>12}  {known:>5}  {row.title}")
@@ -157,7 +157,7 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.training.sweep import end_with_parent
     from sinkutils.training.trainer import train
 
-    end_with_parent()  # a worker of a sweep stops when the sweep is killed
+    end_with_parent()  # if a sweep started this process, stop when the sweep is killed
     run = config(options.experiment, options.preset, options.seed)
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
@@ -213,7 +213,7 @@ def sweep_command(options: argparse.Namespace) -> int:
             f"with --jobs {options.jobs}"
         )
         return 0
-    # Each run has a line; one that failed to train is a result, and one that crashed is not.
+    # One line per run. A training that diverged ("failed") is a result. A crash is an error.
     how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
     status = 0
     for outcome in sweep(options.preset, **which, **how):
@@ -296,7 +296,7 @@ def measure_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.report import check_epsilons, check_targets
     from sinkutils.measuring.subject import BOS, subject
 
-    # Mistakes are said before a model is loaded.
+    # The options are checked before a model is loaded, which may take long.
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
     require(len({*options.model}) == len(options.model), "give each model once")
@@ -314,7 +314,7 @@ def measure_command(options: argparse.Namespace) -> None:
     for name in options.model:
         measured = replace(subject(name, **loading), corpus=options.corpus or "docstrings")
         for kind in kinds:
-            # A record whose training fixed a token is measured with that token.
+            # A model that was trained with a fixed token is measured with it (`Subject.shown`).
             for first in (BOS,) if options.bos else measured.shown:
                 ids = measured.inputs(kind, *size, first=first, texts=texts)
                 report = measured.measure(ids, **how)
@@ -325,7 +325,7 @@ def measure_command(options: argparse.Namespace) -> None:
         print(json.dumps(numbers))
         return
     print("\n\n".join(map(str, reports.values())))
-    if len(options.model) > 1:  # a row each: of the checkpoints of one run, its curve
+    if len(options.model) > 1:  # one row per input: checkpoints of one run give a training curve
         summaries = {title: report.summary() for title, report in reports.items()}
         table = pd.DataFrame(summaries).T
         print(f"\n{table.round(3).to_string()}")
@@ -356,14 +356,14 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.paths import replace_file, replaceable
     from sinkutils.plots.report import natural, report_model
 
-    # Mistakes are said before an hour of measuring, not after it.
+    # The options are checked before the measurement, which may take an hour.
     folder = replaceable(options.output).parent
     require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
         raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
-    # Both models are given the same kind of text, each in its own tokens.
+    # Both models read the same kind of text, each tokenised by its own tokenizer.
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
     beside = {}
     if options.beside:
@@ -449,7 +449,8 @@ def run_command(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-# Each function's docstring is its help.
+# Command -> (the function that runs it, the function that adds its options). The docstring of the
+# former is the command's help text.
 COMMANDS = {
     "list": (list_command, list_options),
     "train": (train_command, train_options),

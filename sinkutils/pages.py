@@ -1,4 +1,4 @@
-"""Running the notebooks headlessly: into a folder, or in place, to commit their outputs."""
+"""Executing the notebooks headlessly: copies into a folder, or in place to commit the outputs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tqdm import tqdm
 
 from sinkutils.paths import FIGURES, NOTEBOOKS, RENDERED
 
-CELL_SECONDS = 1200
+CELL_SECONDS = 1200  # the most that one cell may take
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
-    """The notebooks and the appendix, of them those whose names start with one of `only`.
+    """The notebooks, appendix included, whose names start with one of `only`.
 
-    Raises ValueError for a start that none has, as outside a checkout: the package brings none.
+    Raises ValueError if no notebook starts with one of them. This is always so outside a checkout,
+    because the installed package contains no notebooks.
     """
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     paths += sorted(NOTEBOOKS.glob("appendix/*.ipynb"))
@@ -41,12 +42,13 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
 def run_notebooks(
     parameters: Mapping[str, Any], output: Path | None, only: Sequence[str] = ("",)
 ) -> list[str]:
-    """Execute the notebooks with papermill into `output`; returns the names of those that failed.
+    """Execute the notebooks with papermill, and return the names of those that failed.
 
-    output: None: where they are. Of a notebook that runs to its end the outputs are then replaced,
-    without what differs on every run (warnings, progress bars, widgets, names of tables); and if
-    all do, the figures that they saved go to figures/.
-    Raises ValueError, before any is run, for a parameter that one of them does not have.
+    output: the folder that receives the executed copies. None executes in place: the outputs of
+        each notebook that runs to its end replace the committed ones. Whatever differs on every run
+        is left out (warnings, progress bars, widgets, generated names of tables). If no notebook
+        fails, the figures that they saved are copied to figures/.
+    Raises ValueError, before any notebook runs, if one of them lacks one of the parameters.
     """
     import papermill
 
@@ -58,11 +60,11 @@ def run_notebooks(
             raise ValueError(
                 f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(known)}"
             )
-    figures = RENDERED / "figures"  # where `su.save` puts them
+    figures = RENDERED / "figures"  # where `su.save` writes
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    # Of the kernels: two pages run at a time, on a core each.
+    # The kernels inherit this: two notebooks run at a time, on one core each.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     failed: list[str] = []
@@ -82,7 +84,7 @@ def run_notebooks(
             )
         except papermill.PapermillExecutionError as error:
             failed.append(path.stem)
-            tqdm.write(f"{path.stem} failed: {error}")  # with the line
+            tqdm.write(f"{path.stem} failed: {error}")  # the error shows the cell and the line
             return
         if output is None:
             _refresh(path, done)
@@ -96,6 +98,7 @@ def run_notebooks(
                 bar.update()
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
+            # A thread may be about to start another kernel, so we end kernels until none is left.
             while not all(future.done() for future in running):
                 end_kernels()
                 time.sleep(0.1)
@@ -106,7 +109,7 @@ def run_notebooks(
 
 
 def end_kernels() -> None:
-    """End the kernels of this process, which have no part in its terminal's interrupt."""
+    """Kill the kernels that this process started: a ^C in the terminal does not reach them."""
     import psutil
 
     for child in psutil.Process().children():
@@ -116,11 +119,15 @@ def end_kernels() -> None:
 
 
 def _refresh(path: Path, ran: Any) -> None:
-    """Give a notebook the outputs of its execution, without what differs on every run."""
+    """Write the outputs of an execution into the notebook, without what differs on every run.
+
+    ran: the executed notebook, as papermill returns it.
+    """
     import nbformat
 
     book = nbformat.read(path, as_version=4)
-    # Papermill keeps cells as they are, but for the outputs and its own notes on the run.
+    # Papermill's copy has the same cells, but its metadata holds notes on the run. So only the
+    # outputs are taken from it.
     for cell, done in zip(book.cells, ran.cells, strict=True):
         if cell.cell_type != "code":
             continue
@@ -131,7 +138,7 @@ def _refresh(path: Path, ran: Any) -> None:
             if output.get("name") == "stderr" or WIDGET in data:  # warnings, bars, widgets
                 continue
             page = data.get("text/html")
-            if page is not None:  # in which pandas draws the name of a styled table
+            if page is not None:  # pandas gives a styled table a random name on every run
                 data["text/html"] = re.sub("T_[0-9a-f]{5}", f"T_{cell.id}", page)
             cell.outputs.append(output)
     nbformat.write(book, path)

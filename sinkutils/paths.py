@@ -1,8 +1,8 @@
-"""Where things are, the one place that knows the folders, and how files there are read and written.
+"""All folders that the package uses, and how files in them are read and written.
 
-In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers and the
-claims come with the package, and what is made goes below $SINKUTILS_HOME, or else below the folder
-in which Python was started, never into site-packages.
+In a checkout of the repository, these are the checkout's own folders. An installed package brings
+the paper's numbers and the claims with it. It writes its results below $SINKUTILS_HOME or, if that
+is not set, below the current folder. Nothing is ever written into site-packages.
 """
 
 import csv
@@ -28,14 +28,15 @@ NOTEBOOKS = ROOT / "notebooks"
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+    """The contents of a YAML file."""
+    # CSafeLoader is ten times as fast, and exists only where libyaml is installed.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 @lru_cache
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file."""
+    """The rows of a CSV file, as a dict from column to text."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -49,8 +50,9 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replaceable(path: Path) -> Path:
-    """Where a file is written: of a link, where it leads. Raises OSError for what is no regular
-    file, such as a device.
+    """The path that writing to `path` replaces: the target, if `path` is a link.
+
+    Raises OSError if it exists and is not a regular file, but a device for instance.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -59,7 +61,7 @@ def replaceable(path: Path) -> Path:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; an older one stays until the new one is on disk."""
+    """Write a file completely or not at all: an old version stays until the new one is on disk."""
     path = replaceable(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -72,8 +74,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    if os.name == "nt":  # Windows opens no folder
+    """Wait until the folder's own entries (new and renamed files) are on disk."""
+    if os.name == "nt":  # Windows cannot open a folder
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -83,7 +85,7 @@ def sync_folder(path: Path) -> None:
 
 
 def not_saved(what: str, error: OSError) -> OSError:
-    """The error with what to do about it."""
+    """The same error, with a message that says what to do about it."""
     return OSError(
         error.errno,
         f"could not save {what} ({error.strerror or error}): free some space or mend that, and run "

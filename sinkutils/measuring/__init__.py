@@ -1,1 +1,1 @@
-"""From a model to its numbers."""
+"""Measuring attention sinks: from a model and token ids to a `Report`."""

@@ -1,4 +1,4 @@
-"""The sink while a model trains: a callback for the Trainer of transformers."""
+"""Following the sink during training: a callback for the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ LOGGED = ("sink_1", "block_1", "later_blocks", "element", "value_ratio")
 
 
 class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
-    """Measures the model every so many optimiser steps, at the start and at the end of a training.
+    """Measure the model at the start of training, every `every` optimiser steps, and at the end.
 
-    ids: token ids (samples, T) to measure on, as `su.probe` gives them.
-    options: of `su.measure`. The trainer's own log, and so every
-    reporter, gets these of `Report.summary`, as sink/sink_1, ..:
+    ids: token ids (samples, T) to measure on, for instance from `su.probe`.
+    options: keyword arguments of `su.measure`.
+
+    These numbers of `Report.summary` go to the trainer's log, and so to every reporter, under the
+    names sink/sink_1, sink/block_1, ..:
 
         sink_1                  the share of heads with a sink, in percent
         block_1, later_blocks   mean excess attention to the first token, in the first attention
                                 layer and in the others
-        element                 the first token's largest hidden element over the median one
-        value_ratio             the first token's value norm over the others', in the least layer
+        element                 the first token's largest hidden element, divided by the median
+                                element of its sequence
+        value_ratio             the first token's value norm, divided by the mean norm of the other
+                                tokens' values, in the layer where this ratio is smallest
 
-    The model's mode, the random numbers and the gradients are left as they were. Where FSDP2 shards
-    the model, every process measures, on the ids of the first; else the first alone. The first
-    logs. What cannot be measured is said once, as a warning, and the training goes on; that is so
-    for models that DeepSpeed's ZeRO-3, tensor parallelism or the older FSDP cut into parts.
+    The model's train or eval mode, the random state and the gradients do not change. Only the first
+    process measures and logs. A model that FSDP2 shards is the exception: every process then takes
+    part in the measurement, on the first process's ids. If the model cannot be measured, one
+    warning says so and the training goes on. This is the case where DeepSpeed's ZeRO-3, tensor
+    parallelism or the older FSDP split the model.
     """
 
     def __init__(self, ids: Tensor, every: int = 500, **options: Any) -> None:
@@ -43,20 +48,20 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.ids = ids
         self.every = integer("every", every, least=1)
         self.options = options
-        self.sharded = False
-        self.why_not: str | None = None  # the model is not measured
-        self.warned: set[str] = set()  # warnings
+        self.sharded = False  # by FSDP2
+        self.why_not: str | None = None  # the reason why this model cannot be measured, if any
+        self.warned: set[str] = set()  # what a warning was given about
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
-        """Called by the trainer once the model is where it trains: find out who measures."""
+        """Find out which processes measure. The trainer calls this once the model is in place."""
         self.sharded = is_sharded(model)
         self.why_not = cut_by(model)
         if self.why_not is not None:
             self._warn(state, f"the sink is not measured: the model is cut by {self.why_not}")
-        # Each pass of a sharded model gathers weights from all processes: they have to run the same
-        # ones. Of other shapes, or another number of them, a pass would wait for ever.
+        # A forward pass of a sharded model gathers weights from all processes, so every process has
+        # to run the same passes. With other ids or options, one of them would wait for ever.
         if self.sharded:
             shared: list[Any] = [self.ids, self.options]
             distributed.broadcast_object_list(shared, src=0)
@@ -67,7 +72,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_step_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
-        """Called by the trainer after each optimiser step."""
+        """Measure if it is time to. The trainer calls this after each optimiser step."""
         if state.global_step % self.every == 0 or control.should_training_stop:
             self._measure(state, control, model)
 
@@ -77,7 +82,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         try:
             summary = measure(model, self.ids, **self.options).summary()
-        except Exception as error:  # whatever a model in training can do, its training goes on
+        except Exception as error:  # a failed measurement must not end the training
             self._warn(state, f"the sink was not measured at step {state.global_step}", error)
             return
         if first:
@@ -88,11 +93,11 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     logged[f"sink/{name}"] = summary[name]
             log = trainer_log()
             log(logged)
-            # Logging switches it off, and the loss may be due at this step.
+            # `log` clears this flag. It is restored, as the trainer may still have to log its loss.
             control.should_log = should_log
 
     def _warn(self, state: Any, message: str, error: object = "") -> None:
-        """Say something once, in the first process: the same error is not said at another step."""
+        """Log a warning in the first process. The same error is not logged again at a later step."""
         key = str(error) or message
         if not state.is_world_process_zero or key in self.warned:
             return
@@ -103,9 +108,9 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
 
 def trainer_log() -> Callable[..., None]:
-    """`log` of the trainer that is calling.
+    """The `log` method of the trainer that called the callback, found on the call stack.
 
-    Callbacks are not told who calls, and only this reaches every reporter.
+    A callback gets no reference to its trainer, and only this method reaches every reporter.
     """
     for caller in inspect.stack(context=0):
         trainer = caller.frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Two models on the same inputs: the difference of their attention to one token."""
+"""Comparing two models on the same inputs: the difference in their attention to one token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ AVERAGED = {"model": (1, 2), "block": (2,), "head": ()}  # axes of alpha, (sampl
 
 
 def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.DataFrame:
-    """second - first in alpha_k: mean, low and high (95 % by Student's t), n samples.
+    """The difference second - first in alpha_k, with a 95 % confidence interval (Student's t).
 
-    by: "model" (one row), "block" (one per block, counted from 1), or "head". The first two are
-    means over heads. Differences are paired over the samples where both reports are of the same
-    token ids. Else a warning says so, and the interval is Welch's for two independent samples: two
-    tokenizers, for instance, cut one text into different windows.
-    Raises ValueError where the reports are of another length, k was not measured, or blocks or
-    heads do not correspond.
+    Columns: mean, low, high, and the number n of samples.
+    by: "model" gives one row, "block" one row per block (counted from 1), "head" one per head. The
+        first two average over heads.
+
+    If both reports are of the same token ids, the differences are paired by sample. Otherwise a
+    warning says so, and the interval is Welch's for two independent samples. Two tokenizers, for
+    instance, cut the same text into different windows.
+    Raises ValueError if the reports have different lengths, if k was not measured, or if the two
+    models' blocks or heads do not correspond.
     """
     instance("first", first, Report)
     instance("second", second, Report)
@@ -42,13 +45,14 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
         before.shape[2] == after.shape[2],
         f"the models have different numbers of heads: they cannot be compared by {by}",
     )
-    # Differences of the same texts vary less than the texts do: paired, they say more.
+    # On the same text, the difference of two models varies less than alpha varies between texts. So
+    # the paired interval is the narrower one.
     if first.digest == second.digest:
         interval = stats.ttest_1samp(after - before, 0).confidence_interval()
     else:
         warnings.warn("the reports are of different token ids: nothing is paired", stacklevel=2)
         interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
-    # (layers or 1, heads or 1), as are low and high
+    # mean, low and high: (layers or 1, heads or 1)
     mean = after.mean(axis=0) - before.mean(axis=0)
     blocks = [1] if by == "model" else [layer + 1 for layer in first.layers]
     heads = range(1, mean.shape[1] + 1)

@@ -1,7 +1,7 @@
-"""What differs among the families of decoder models in transformers.
+"""How the families of decoder models in transformers differ, and what they have in common.
 
-`benchmarks/families.py` builds every family in small, holds it against dense attention and writes
-docs/families.md.
+`benchmarks/families.py` builds a small model of every family, compares its numbers with dense
+attention and writes docs/families.md.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ from sinkutils.paths import LEDGER, read_yaml
 # An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
 Function: TypeAlias = Callable[..., Any]
 
-# In a class's name
+# Words in a class's name: the class may be called Attention, but it computes no softmax attention.
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")
-# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never
-# calls it.
+# Words in a module's path: the module attends to an encoder's states, to images or to sound. It
+# does not run when the input is text alone.
 NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
-# By model_type: in their own use every token of a prompt sees the whole prompt
+# The model_types of prefix LMs, in which every token of a prompt sees the whole prompt.
 PREFIX = {"paligemma"}
 INTERFACE = (
     "what is read are attention functions of transformers' AttentionInterface, or weights "
     "(B, H, T, T) that modules named Attention return"
 )
-# Why a family cannot be measured, by its model_type
+# model_type -> the reason why this family cannot be measured
 REFUSED = read_yaml(LEDGER / "unmeasured.yaml")
 
 
 def attention_layers(
     base: nn.Module,
 ) -> tuple[nn.ModuleList, dict[nn.Module, int], dict[nn.Module, int]]:
-    """The blocks of a model; its softmax attention modules, counted; and the block of each."""
-    # Modules are known by their class's name, or by asking the interface in their forward.
-    modules = {}
+    """The model's list of blocks, its softmax attention modules, and where these stand.
+
+    Returns the blocks, a dict from each attention module to its layer index, and a dict from each
+    attention module to the index of its block. The two indices are the same unless a block has
+    several attention modules. Raises ValueError for a model without softmax attention, or with
+    attention outside one list of blocks.
+    """
+    modules = {}  # name -> attention module
     for name, module in base.named_modules():
         if _is_attention(name, module):
             modules[name] = module
@@ -51,26 +56,27 @@ def attention_layers(
             reason = f"shows no attention module: {INTERFACE}"
         raise ValueError(f"{kind} {reason}")
     outside = f"{kind} has attention outside one list of blocks: give its text decoder"
-    lists = set()  # the names of the lists in which attention stands
-    places = {}
+    lists = set()  # names of the lists that contain attention modules, such as "layers"
+    places = {}  # attention module -> index of its block
     for name, module in modules.items():
-        # GPT-Neo and others wrap one attention module in another: the innermost one computes.
+        # GPT-Neo and others wrap one attention module in another. The innermost one computes.
         if any(other.startswith(name + ".") for other in modules):
             continue
-        place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn": list and block
+        place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn" -> "layers", "3"
         if place is None:
             raise ValueError(outside)
         lists.add(place[1])
         places[module] = int(place[2])
     require(len(lists) == 1, outside)
     layers = places
-    if len(set(places.values())) < len(places):  # LongCat-Flash has two in a block
+    if len(set(places.values())) < len(places):  # LongCat-Flash has two modules in each block
         layers = {module: index for index, module in enumerate(places)}
     blocks: Any = base.get_submodule(lists.pop())
     return blocks, layers, places
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
+    """Whether this module is softmax attention over text, by its path, class name or code."""
     if NOT_TEXT.search(name):
         return False
     kind = type(module).__name__
@@ -80,15 +86,18 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 
 
 def chooses_attention(module: nn.Module) -> bool:
-    """Whether the module computes its attention by the function that its configuration names."""
-    # Read off the compiled code, as nothing else tells before the module has run.
+    """Whether the module calls the attention function that its configuration names.
+
+    Such a module looks the function up in transformers' ALL_ATTENTION_FUNCTIONS.
+    """
+    # We read the names in the compiled code: before the module has run, nothing else shows it.
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def configurations(model: nn.Module) -> list[Any]:
-    """Every configuration in a model that names an attention function, each once."""
-    found = {}
+    """Every configuration in a model that names an attention function, without duplicates."""
+    found = {}  # by identity: configurations are not hashable
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
@@ -97,47 +106,50 @@ def configurations(model: nn.Module) -> list[Any]:
 
 
 def is_of_transformers(function: Any) -> bool:
-    """Whether transformers' own code defines a function, and not somebody who registered it."""
-    function = getattr(function, "func", function)  # of a partial
+    """Whether a function is written in transformers itself, and was not registered from outside."""
+    function = getattr(function, "func", function)  # the function inside a functools.partial
     return home_of(function).startswith("transformers.")
 
 
 def home_of(function: Any) -> str:
-    """The module in whose file a function is written, "" if it is not known.
+    """The name of the module whose file defines a function; "" if it is not known.
 
-    Not `__module__`, which a decorator may have copied from what it wraps.
+    `__module__` would not do: a decorator may have copied it from the function that it wraps.
     """
     names: dict[str, Any] = getattr(function, "__globals__", {})
     return str(names.get("__name__", ""))
 
 
 def shown(mask: Tensor) -> Tensor:
-    """A mask as booleans; of one that is added to the logits, where it does not hide a key."""
+    """The mask as booleans, True where a key is visible. The mask may be boolean or additive."""
     if mask.dtype == torch.bool:
         return mask
-    lowest = torch.finfo(mask.dtype).min
+    lowest = torch.finfo(mask.dtype).min  # what an additive mask holds, or -inf, at hidden keys
     return mask > lowest / 2
 
 
 def shown_in_any(mask: Tensor) -> Tensor:
-    """Where a mask (.., T, S) shows a query a key in any text or head, (T, S)."""
+    """Whether a mask (.., T, S) shows query i key j in at least one text and head, (T, S)."""
     queries, keys = mask.shape[-2:]
     return shown(mask).reshape(-1, queries, keys).any(dim=0)
 
 
 def window_of(mask: Tensor) -> int | None:
-    """The window of a mask (.., T, T), booleans or added to the logits, if that is what it is."""
-    seen = shown_in_any(mask)
+    """The width of the sliding window, if the mask (.., T, T) is one; None otherwise.
+
+    The mask may be boolean or additive.
+    """
+    seen = shown_in_any(mask)  # (T, T)
     width = int(seen[-1].sum())  # keys that the last query sees
     if width == len(seen):
         return None
-    # Through a window a query sees itself and the `width - 1` keys before it.
+    # A sliding window shows each query itself and the `width - 1` keys before it.
     band = torch.ones_like(seen).tril().triu(1 - width)
     return width if torch.equal(seen, band) else None
 
 
 def widened(value: Any) -> Any:
-    """A tensor of floats in float64, also in a dict; anything else as it is."""
+    """Convert float tensors to float64, also those in a dict. Other values are returned as is."""
     if isinstance(value, dict):
         return {name: widened(x) for name, x in value.items()}
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -146,17 +158,16 @@ def widened(value: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """What a module hands to its attention function."""
+    """The arguments that an attention module passes to its attention function."""
 
     module: nn.Module
     q: Tensor  # (B, H, T, D)
-    k: Tensor  # (B, H or fewer, T, D), as v; T and more with a cache in front
-    v: Tensor
-    # A tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
-    mask: Tensor | None
+    k: Tensor  # (B, H or fewer, S, D); S = T, or more if a cache stands in front of the text
+    v: Tensor  # the same shape, or with another D
+    mask: Tensor | None  # (B, 1 or H, T, S), boolean or additive; None: causal
     kwargs: dict[str, Any]
-    eager: Function  # the family's reference attention, of the module's own file
-    hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
+    eager: Function  # the family's reference attention, from the module's own file
+    hidden: Tensor | None = None  # (T, S), set by surgery: True where query i may not see key j
 
     @property
     def rows(self) -> Tensor:
@@ -174,13 +185,13 @@ class Call(NamedTuple):
 
     @property
     def size(self) -> float:
-        """What the error of an output is measured by: the largest value, or 1."""
+        """The scale for errors of the output: the largest |element| of v, at least 1."""
         largest = float(self.v.abs().max())
         return max(1.0, largest)
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of the logits, q k^T * scale; by default 1 / sqrt(D)."""
         scale = self.kwargs.get("scaling")
         if scale is not None:
             return float(scale)
@@ -192,20 +203,21 @@ class Call(NamedTuple):
         return self.kwargs.get("s_aux", self.kwargs.get("sinks"))
 
     def blind(self) -> Tensor:
-        """The queries that no key up to their own is shown to, (T,).
+        """The queries that see no key up to their own position, (T,).
 
-        Softmax gives such a row even weights over all keys, later ones too.
+        All logits of such a row are equally low, so softmax spreads its weight evenly over all keys,
+        including later ones.
         """
         mask = self.mask_of(self.rows, self.columns)  # (.., T, S)
         seen = shown_in_any(mask).tril()
         return ~seen.any(dim=-1)
 
     def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
+        """The mask for the queries `rows` (R,) and the keys `columns` (K,), of shape (.., R, K)."""
         if self.mask is not None:
-            of_texts = self.mask[: len(self.q)]  # `proves_right` takes the first text alone
+            of_texts = self.mask[: len(self.q)]  # `proves_right` passes the first text only
             mask = of_texts[:, :, rows][..., columns]
-        else:  # causal: keys in front of the text are seen by all
+        else:  # causal; all queries see the keys in front of the text
             front = self.k.shape[2] - self.q.shape[2]
             mask = rows[:, None] + front >= columns
         if self.hidden is None:
@@ -217,12 +229,12 @@ class Call(NamedTuple):
 
 
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The family's eager attention for some queries, rows (R,).
+    """Compute some queries, `rows` (R,), of a call by the family's own eager attention.
 
-    Returns the output (B, R, H, D) and the weights (B, H, R, keys).
+    Returns the output (B, R, H, D) and the weights (B, H, R, S).
     """
     mask = call.mask_of(rows, call.columns)
-    if mask.dtype == torch.bool:  # eager functions add what they get
+    if mask.dtype == torch.bool:  # eager functions add the mask to the logits
         lowest = torch.finfo(call.q.dtype).min
         zeros = torch.zeros_like(mask, dtype=call.q.dtype)
         mask = zeros.masked_fill(~mask, lowest)
@@ -230,8 +242,8 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         mask = mask[None, None]  # (1, 1, R, S)
     call = call._replace(q=call.q[:, :, rows])
     out, weights = call.eager(call.module, call.q, call.k, call.v, mask, **call.kwargs)
-    # With a learned sink, the weights of the tokens sum to less than one. Granite's sum to
-    # one, and its output is scaled afterwards.
+    # With a learned sink, a row's weights on the tokens sum to less than one. Granite is an
+    # exception: it returns rows that sum to one, and scales the output afterwards.
     sink = call.sink
     if sink is not None and sink.ndim == 1:
         sums = weights.float().sum(dim=-1)
@@ -241,7 +253,7 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
-    """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values."""
+    """Whether an output (B, R, H, D) equals the weights (B, H, R, S) times the values."""
     values = repeat_heads(call.v, weights.shape[1]).to(weights.dtype)
     product = weights @ values  # (B, H, R, D)
     expected = product.transpose(1, 2)
@@ -251,14 +263,14 @@ def _is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
 
 
 def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
-    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink takes of each.
+    """Scale weights (B, H, R, S), whose rows sum to one, by what a learned sink leaves of each row.
 
-    Granite's eager function scales the output by sigmoid(lse - sink), and returns the weights as
-    they were before.
+    Granite's eager function scales its output by sigmoid(lse - sink), but returns the unscaled
+    weights. Raises ValueError if the scaled weights do not reproduce the output.
     """
     # sigmoid(lse - sink) = sum of exp(logits) / (sum of exp(logits) + exp(sink))
     keys = repeat_heads(call.k, call.q.shape[1]).float()
-    logits = call.q.float() @ keys.mT * call.scale  # (B, H, R, T)
+    logits = call.q.float() @ keys.mT * call.scale  # (B, H, R, S)
     logits = logits + mask.float()
     lse = logits.logsumexp(dim=-1, keepdim=True)
     by_head = sink.float().reshape(1, -1, 1, 1)
@@ -273,6 +285,6 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
+    """Repeat grouped-query keys or values, (B, H_kv, T, D), for every query head: (B, H, T, D)."""
     group = heads // x.shape[1]  # query heads that share a key
     return x if group == 1 else x.repeat_interleave(group, dim=1)
