@@ -97,7 +97,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             control.should_log = should_log
 
     def _warn(self, state: Any, message: str, error: object = "") -> None:
-        """Log a warning in the first process. The same error is not logged again at a later step."""
+        """Log a warning in the first process. An error that recurs later is not logged again."""
         key = str(error) or message
         if not state.is_world_process_zero or key in self.warned:
             return

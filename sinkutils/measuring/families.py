@@ -205,8 +205,8 @@ class Call(NamedTuple):
     def blind(self) -> Tensor:
         """The queries that see no key up to their own position, (T,).
 
-        All logits of such a row are equally low, so softmax spreads its weight evenly over all keys,
-        including later ones.
+        All logits of such a row are equally low, so softmax spreads its weight evenly over all
+        keys, including later ones.
         """
         mask = self.mask_of(self.rows, self.columns)  # (.., T, S)
         seen = shown_in_any(mask).tril()

@@ -67,7 +67,7 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
     chosen = keys[:, :, columns].float()  # (B, H, K, D)
     logits = q.float() @ chosen.mT * call.scale  # (B, H, T, K)
     mask = call.mask_of(call.rows, columns)  # (.., T, K)
-    # An additive mask may hold more than zeros and -inf (ALiBi's slopes), so it is added as it is.
+    # An additive mask may also hold biases of visible keys, so it is added as it is.
     if mask.dtype != torch.bool:
         logits = logits + mask
     star = None
@@ -117,8 +117,8 @@ def fused(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)  # made additive
     if device == "cpu":
-        # This private op assumes that the last dimension is contiguous, without checking it, and
-        # computes nonsense where it is not.
+        # This private op assumes that the last dimension is contiguous. It does not check this, and
+        # gives wrong numbers where it is not.
         q, k, v = map(_last_contiguous, (q, k, v))
         out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     elif name == "_scaled_dot_product_flash_attention":

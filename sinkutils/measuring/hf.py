@@ -1,14 +1,18 @@
-"""Capture for models of transformers, whose attention modules ask for a function by name.
+"""Reading the attention of models of transformers while they run.
 
-While a model is measured, what they get computes the module's own output and, with it, what the
-pass that runs is for (`passes`):
+Most attention modules of transformers look up their attention function by name, in
+`AttentionInterface`. While a model is measured, we replace this look-up. The module then gets a
+function of ours, which returns the module's own output and hands the attention to the current
+`Pass` (module `passes`). To measure, a pass computes the attention in one of two ways:
 
-- fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; in every module
-  it is compared with the exact path, on rows that see those keys, before it is trusted
-- exact: the family's own eager function on chunks of queries, whose weights are reduced and dropped
+- fused: a kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) for the chosen keys. Before the
+  kernel is trusted in a module, its numbers are compared with the exact way, on rows that see these
+  keys.
+- exact: the family's own eager function computes a chunk of queries at a time. Each chunk's weights
+  are reduced to what the report needs, and then dropped.
 
-Families outside that interface are measured by hooks on the weights that their eager attention
-returns.
+Families that do not use the interface ("legacy" below) are measured by hooks, which read the
+weights that their eager attention returns.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Comparing, Measur
 from sinkutils.measuring.state import LeftAsFound
 from sinkutils.measuring.wrappers import handed_over
 
-# A context variable and no global: other threads run the same patched classes while we measure.
+# The model that is being measured. Other threads run the same patched classes in the meantime; in
+# a context variable, unlike a global, they find None.
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 if older.NEEDED:
     AttentionInterface.get_interface = older.get_interface
@@ -42,26 +47,27 @@ _get_mask = AttentionMaskInterface.__getitem__
 
 
 def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
-    """From here until `state` ends, forward passes of `model` (in eval mode) are for `doing`.
+    """Hand the attention of the model's forward passes to `doing`, until `state` ends.
 
-    model: as it was handed over, in its wrappers. Its logits do not change. Passes of other
-    threads, and of other models, are what they always are.
+    model: as the user gave it, possibly inside wrappers, and in eval mode. Its logits do not
+    change. Forward passes of other threads, and of other models, are not affected.
     """
     watched = Capture(model, doing)
-    # Each undoing is noted before what it undoes: an interrupt can come between two lines.
+    # An interrupt (^C) can come between any two lines. So each step first notes how to undo the
+    # change, and then makes it.
     state.steps.append(partial(_current.set, _current.get()))
     _current.set(watched)
     state.set(AttentionInterface, "get_interface", _function)
     state.set(AttentionMaskInterface, "__getitem__", _mask)
     if watched.legacy:
-        # The outermost configuration last, as setting it sets those within it, too.
+        # The outermost configuration comes last, because setting it also sets those inside it.
         for config in reversed(families.configurations(watched.model)):
             state.set(config, "_attn_implementation_internal", "eager")
     elif older.NEEDED:
         older.let_ask(watched.layers, lambda: _current.get() is watched, state)
     for module in model.modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl:
-            # What torch.compile made is run as it was written: it knows nothing of our hooks.
+            # Code compiled by torch.compile does not call our hooks: run the original code instead.
             stance = torch.compiler.set_stance("force_eager")
             state.steps.append(partial(stance.__exit__, None, None, None))
             break
@@ -70,7 +76,7 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
 
 
 def _function(self: AttentionInterface, attn_implementation: str, default: Function) -> Function:
-    """In place of `AttentionInterface.get_interface`: `default` is the module's eager attention."""
+    """Replaces `AttentionInterface.get_interface`. default: the module's own eager attention."""
     function: Function = _get_interface(self, attn_implementation, default)
     watched = _current.get()
     if watched is None:
@@ -83,57 +89,67 @@ def _function(self: AttentionInterface, attn_implementation: str, default: Funct
 
 
 def _mask(self: AttentionMaskInterface, key: str) -> Function:
-    """In place of `AttentionMaskInterface[..]`: the masks of an attention function."""
+    """Replaces `AttentionMaskInterface[..]`, which returns the function that makes masks.
+
+    Our attention functions read the masks of "sdpa", whatever function the model names.
+    """
     watched = _current.get()
     if watched is None or watched.doing.as_named or watched.legacy:
         function: Function = _get_mask(self, key)
         return function
-    # A decoder whose modules do not call themselves causal needs to be told by a mask.
+    # "sdpa" leaves out a mask that is merely causal. Modules with is_causal = False need it.
     options = {"allow_is_causal_skip": False} if watched.needs_mask else {}
     return lambda **kwargs: sdpa_mask(**kwargs | options)
 
 
 class Capture:
-    """What is known of one model, and of the forward pass of it that runs."""
+    """One model whose attention is read, and the state of its current forward pass."""
 
     def __init__(self, model: nn.Module, doing: Pass) -> None:
-        # outer: what is called. model: the causal LM in it. base: its blocks, without unembedding.
+        # outer: the module that we call. model: the causal LM inside it. base: the part of model
+        # without the unembedding.
         self.outer, self.model = handed_over(model)
         self.kind = type(self.model).__name__
         self.config = self.model.config
         self.base = self.model.base_model
-        self.table = _embedding(self.model)
-        # A model whose embedding is offloaded (accelerate) moves the ids itself.
+        self.table = _embedding(self.model)  # (vocabulary, d)
+        # If accelerate has offloaded the embedding, the model moves the ids itself.
         self.device = torch.device("cpu") if self.table.is_meta else self.table.device
         self.vocabulary = len(self.table)
-        # layers: attention modules, counted. places: the block in which each stands. Of a hybrid
-        # model, whose other blocks have no attention, both are the block's index.
+        # layers: attention module -> layer index. places: attention module -> index of its block.
+        # Both are the same unless a block has several attention modules. In a hybrid model, the
+        # indices of blocks without attention are left out.
         self.blocks, self.layers, self.places = families.attention_layers(self.base)
         self.modules = set(self.base.modules())
+        # True: the module asks the interface for its attention function. False: it does not.
         chooses = {families.chooses_attention(module) for module in self.layers}
         if len(chooses) > 1:
             raise ValueError(f"{self.kind} mixes attention modules of two kinds: not supported")
-        self.legacy = False in chooses  # outside the interface
+        self.legacy = False in chooses
         causal = [getattr(module, "is_causal", True) for module in self.layers]
         self.needs_mask = not all(causal)
         self.doing = doing
-        # Of the pass that runs: how often each module was called, which blocks ran, (B, T) of ids
+        # The current pass: how often each module was called, which blocks ran, and the shape (B, T)
+        # of the ids.
         self.calls: Counter[nn.Module] = Counter()
         self.ran: set[int] = set()
         self.shape: tuple[int, ...] = ()
-        # Of all passes
-        self.named: set[str] = set()  # the attention functions that the model names
-        self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
-        self.mask: Tensor | None = None  # the last one, and its window
+        # All passes: the names of the attention functions that the model asks for, and the window
+        # of each layer that has one shorter than the text.
+        self.named: set[str] = set()
+        self.windows: dict[int, int] = {}  # layer -> number of keys that a query sees
+        # The last mask and its window: `_note_window` need not look at the same mask again.
+        self.mask: Tensor | None = None
         self.window: int | None = None
 
     @property
     def path(self) -> str:
-        """How alpha was computed."""
+        """How alpha was computed, in words for the report."""
         if self.legacy:
             return "eager weights"
         assert isinstance(self.doing, Measuring)
-        # A module may run with a mask and without: it is trusted if both proved right.
+        # A module may have run both with and without a mask. It counts as fused if the kernel
+        # proved right in every case.
         trusted: dict[nn.Module, bool] = {}
         for (module, _), right in self.doing.proved.items():
             trusted[module] = right and trusted.get(module, True)
@@ -146,7 +162,7 @@ class Capture:
     # --- hooks
 
     def here(self, function: Function) -> Function:
-        """A hook that leaves the forward passes of other threads alone."""
+        """The function as a hook that does nothing in the forward passes of other threads."""
 
         def hook(*args: Any) -> Any:
             return function(*args) if _current.get() is self else None
@@ -154,7 +170,10 @@ class Capture:
         return hook
 
     def hook(self, state: LeftAsFound) -> None:
-        """Watch the blocks' inputs and outputs and, outside the interface, attention weights."""
+        """Add hooks that read what the blocks take and return.
+
+        In a legacy model, hooks on the attention modules read the weights as well.
+        """
         first = self.blocks[0]
         see = self.here(self._see_embedding)
         kwargs_too = first._forward_pre_hooks_with_kwargs
@@ -178,10 +197,11 @@ class Capture:
             self.doing.block(layer, self.hidden_states(output))
 
     def hidden_states(self, *values: Any) -> Tensor:
-        """The hidden states that a block reads or returns, as (B, S, T, d) of S streams.
+        """Find the hidden states among what a block takes or returns; shape (B, S, T, d).
 
-        Most families have one stream, (B, T, d); some have several, along an axis of their own or
-        side by side in the last one. values: what a block takes or returns, in any nesting.
+        S is the number of residual streams. Most families have one stream, (B, T, d). Some have
+        several, along an axis of their own or side by side in the last axis.
+        values: the block's arguments or outputs, in any nesting of tuples and dicts.
         """
         config = self.config.get_text_config()
         width = getattr(config, "hidden_size", None) or self.table.shape[1]
@@ -189,7 +209,7 @@ class Capture:
         for x in tree_leaves(values):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
-            leads = x.shape[:2] == self.shape  # (B, T) come first
+            leads = x.shape[:2] == self.shape  # the first two axes are (B, T)
             if x.ndim == 4 and leads:  # (B, T, S, d)
                 return x.transpose(1, 2)
             if x.ndim == 4 and x.shape[1:3] == self.shape:  # (S, B, T, d)
@@ -199,7 +219,9 @@ class Capture:
                     streams: Tensor = x.unflatten(2, (-1, width))
                     return streams.transpose(1, 2)
                 if by_position is None:
-                    by_position = x  # of a model whose configuration says nothing of its width
+                    # The last axis does not fit the width, which the configuration may not state.
+                    # Keep this tensor for the case that no other one fits.
+                    by_position = x
         if by_position is None:
             raise ValueError(
                 f"{self.kind} has a block that shows no hidden states (B, T, d): give norms=False"
@@ -207,14 +229,14 @@ class Capture:
         return by_position[:, None]
 
     def _see_weights(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """Outside the interface: take in the weights that a module returns, and drop them."""
+        """Read the weights that a legacy module returns, and take them out of its output."""
         length = self.shape[-1]
         maps = []
         for x in tree_leaves(output):
             if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-2:] == (length, length):
                 maps.append(x)
         if len(maps) != 1:
-            return output  # `finish` will miss this module
+            return output  # the module is not counted, and `finish` will report it
         (weights,) = maps  # (B, H, T, T)
         layer = self.layers[module]
         self.calls[module] += 1
@@ -222,7 +244,7 @@ class Capture:
         self.doing.weights(layer, weights)
         if not isinstance(output, tuple | list):
             return output
-        # Nothing behind reads the weights: without them one layer's map is held at a time.
+        # No later module reads the weights. Without them, memory holds one layer's map at a time.
         return type(output)(None if x is weights else x for x in output)
 
     # --- attention functions
@@ -239,16 +261,17 @@ class Capture:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The module's own output, (B, T, H, D), in place of the function that the model names.
+        """Compute the module's own output, (B, T, H, D), and hand the attention to the pass.
 
-        eager: its family's. query: (B, H, T, D), key and value: (B, H or fewer, T, D),
-        attention_mask: (B, 1, T, T).
+        The module calls this in place of `function`, which the model names `name`.
+        eager: the family's eager attention. query: (B, H, T, D). key, value: (B, H or fewer, S, D).
+        attention_mask: (B, 1, T, S).
         """
         call = Call(module, query, key, value, attention_mask, kwargs, eager)
-        if module not in self.modules:  # of another model, whose mask was made for ours
+        if module not in self.modules:  # another model that runs in this thread, such as a draft
             return families.chunk(call, call.rows)[0], None
         length = query.shape[2]
-        # Keys of a cache, or of an encoder, are not the text's.
+        # More keys than tokens would be keys of a cache or an encoder, which are not in the text.
         if module not in self.layers or key.shape[2] != length + self.doing.front:
             raise ValueError(
                 f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: "
@@ -258,8 +281,8 @@ class Capture:
         self.calls[module] += 1
         self.named.add(name)
         layer = self.layers[module]
-        # transformers' own functions compute what the eager one does (`check` looks). Somebody
-        # else's may compute anything.
+        # The functions of transformers compute the same as the eager one, and `check` verifies it.
+        # A function that somebody else registered may compute anything.
         if function is not eager and not families.is_of_transformers(function):
             raise ValueError(
                 f"{self.kind} has an attention {name!r} that is none of transformers': measure it "
@@ -270,10 +293,10 @@ class Capture:
         return self.doing.attention(call, layer), None
 
     def _note_window(self, layer: int, mask: Tensor | None) -> None:
-        """Keep what a mask, (.., T, T), says of a window."""
+        """Remember the layer's sliding window, if its mask (.., T, T) shows one."""
         if mask is None or self.doing.front:
             return
-        if mask is not self.mask:  # of several layers it is one
+        if mask is not self.mask:  # several layers often share one mask
             self.mask = mask
             self.window = families.window_of(mask)
         if self.window:
@@ -282,7 +305,7 @@ class Capture:
     # --- passes
 
     def run(self, ids: Tensor) -> None:
-        """One forward pass of ids (B, T). Raises ValueError if a layer did not report."""
+        """Run one forward pass on ids (B, T). Raises ValueError if a layer showed no attention."""
         self.start(ids)
         self._pass(ids)
         self.finish()
@@ -292,39 +315,40 @@ class Capture:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What the forward pass is called with besides ids, as far as its forward takes it."""
+        """Keyword arguments of the forward pass beside the ids, of those that the model accepts."""
         options: dict[str, Any] = {"use_cache": False}
-        # Modules that do not ask whether to return weights always do; asking leaves hooks on them.
+        # Some modules have no such argument, because they always return their weights. We ask only
+        # where it is needed: the request would leave transformers' own hooks on the model.
         if self.legacy and all("output_attentions" in _parameters(m) for m in self.layers):
             options["output_attentions"] = True
         parameters = _parameters(self.outer)
         if "logits_to_keep" in parameters:
-            options["logits_to_keep"] = 1  # logits of all tokens would cost more than the blocks
+            options["logits_to_keep"] = 1  # all logits would cost more than the blocks do
         kinds = {parameter.kind for parameter in parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD in kinds:  # it takes **kwargs
+        if inspect.Parameter.VAR_KEYWORD in kinds:  # the model's forward accepts **kwargs
             return options
         return {name: value for name, value in options.items() if name in parameters}
 
     @property
     def tokens_a_batch(self) -> int:
-        """The most tokens of a pass: where all logits are computed, 2**27 of them at a time."""
-        # `base` has no unembedding.
+        """The most tokens in one forward pass, so that it computes at most 2**27 logits."""
+        # No logits are computed if we call `base`, and next to none with `logits_to_keep`.
         if self.outer is self.base or "logits_to_keep" in self.options:
             return 2**27
         return 2**27 // self.vocabulary
 
     def start(self, ids: Tensor) -> None:
-        """Be ready for a forward pass of ids (B, T)."""
+        """Reset the state of the current pass, before a forward pass on ids (B, T)."""
         self.calls.clear()
         self.ran.clear()
         self.shape = tuple(ids.shape)
 
     def finish(self) -> None:
-        """Raise ValueError if a layer did not report in the forward pass that ran."""
+        """Raise ValueError unless every layer showed its attention once in the pass that ran."""
         names = {module: name for name, module in self.base.named_modules()}
         still_there = names.keys() >= self.layers.keys()
         require(still_there, f"{self.kind} {refusals.REPLACED}")
-        # Behind the last block that runs there may be others, of a model with an early exit.
+        # A model with an early exit has further blocks behind the last one that runs.
         last = max(self.ran, default=len(self.blocks))
         for module, block in self.places.items():
             if block > last:
@@ -339,17 +363,17 @@ class Capture:
             require(not reason, f"{self.kind} cannot be measured: {reason}")
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
-        """Raise ValueError for rows that are too long, and for attention that cannot be read.
+        """Raise ValueError if rows are too long for the model, or its attention cannot be read.
 
-        That is where a token has weight on later ones, and where modules compute something else by
-        the functions that the model names than by those whose weights are read. run: whether to
-        look at these two, on one text of different tokens of the rows.
+        Attention cannot be read in two cases: a token attends to later tokens, or the function that
+        the model names computes something else than the eager function, whose weights we read.
+        run: whether to test for these two cases, by running a short text made of the rows' tokens.
         """
         longest = max(len(row) for row in rows)
         refusals.check_positions(self.model, self.table, longest)
         if not run or longest == 1:
             return
-        # Different tokens: of equal ones the weights are even, whatever is wrong with them.
+        # The text has no token twice: equal tokens would get even weights, and hide any error.
         tokens = torch.cat(list(rows)).unique()
         text = tokens[: min(longest, CHECK_TOKENS)]
         if len(text) == 1:
@@ -358,9 +382,9 @@ class Capture:
         batch = text[None]  # (1, T)
         measuring = self.doing
         self.doing = checking = Checking(self.kind)
-        self.run(batch)  # with our masks, by the eager function
+        self.run(batch)  # by the eager function, with our masks
         self.doing = comparing = Comparing(checking.calls)
-        if not self.named <= {"eager"}:  # as the model would have run without us
+        if not self.named <= {"eager"}:  # by the named function, with its own masks
             self._pass(batch)
         self.doing = measuring
         if comparing.differs:
@@ -373,7 +397,7 @@ class Capture:
 
 
 def _embedding(model: Any) -> Tensor:
-    """The table of token embeddings (vocabulary, d)."""
+    """The table of token embeddings, (vocabulary, d). Raises ValueError if there is none."""
     try:
         module = model.get_input_embeddings()
     except NotImplementedError:
@@ -387,5 +411,5 @@ def _embedding(model: Any) -> Tensor:
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a module's forward, by name."""
+    """The parameters of a module's forward method, by name."""
     return inspect.signature(module.forward).parameters

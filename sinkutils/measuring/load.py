@@ -1,4 +1,4 @@
-"""The language models of Table 8 and newer ones by name, and loading of any of them."""
+"""Loading language models: those of Table 8 and newer ones by name, and any other one by path."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from sinkutils.study.record import CorruptRecord, Folder, read_record, short_nam
 from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-BLOCK = re.compile(r"(.*?)(\d+)\.")  # in the name of a weight, "model.layers.3.": list and number
+# The beginning of a weight's name: "model.layers.3." -> "model.layers.", "3".
+BLOCK = re.compile(r"(.*?)(\d+)\.")
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
-# transformers 4 does not find the rotary base where 5 writes it, and would take its own default.
+# For example, transformers 4 does not find the rotary base where version 5 writes it, and would
+# silently use its own default.
 NEWER = "was saved by a later transformers, whose files this one reads wrongly: update transformers"
 
 
@@ -42,20 +44,24 @@ def load_lm(
     trust_remote_code: bool = False,
     runs: Folder = None,
 ) -> tuple[nn.Module, Any]:
-    """Load a causal LM and its tokenizer, in eval mode.
+    """Load a causal LM in eval mode, and its tokenizer.
 
-    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a GGUF file (with the
-        package gguf), a recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
-        any record), or a model of `python -m sinkutils models` ("smollm2").
-    device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
-    dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
-    revision: of a hub id, for instance "step1000" of Pythia.
-    trust_remote_code: run code from the hub; off unless asked for.
-    runs: the folder of the records, if it is another one.
+    name_or_path: one of these:
+        - a name from data/paper/models.csv, or a hub id
+        - a local folder, or a GGUF file (which needs the package gguf)
+        - a recorded run that kept its weights: "laptop/fixed_1/0", or the folder of the record
+        - a model that `python -m sinkutils models` installed, such as "smollm2"
+    device: None chooses CUDA if it is available, and the CPU otherwise. "auto" lets accelerate
+        spread the model over several devices.
+    dtype: one of DTYPES. None chooses float32 on a CPU, and the checkpoint's dtype elsewhere.
+    revision: the revision of a hub id, for instance "step1000" for Pythia.
+    trust_remote_code: whether code from the hub may run.
+    runs: the folder of the records; None: data/runs.
 
-    Weights are read from safetensors where a model has them; else from its .bin files, as
-    tensors only, which is what transformers allows. Raises ModelUnavailable (an OSError)
-    with one line that says what to do, ValueError for another device or dtype.
+    Weights are read from safetensors files if the model has them. Otherwise transformers reads the
+    .bin files, and accepts nothing but tensors in them.
+    Raises ModelUnavailable (an OSError) with one line that says what to do, and ValueError for an
+    unknown device or dtype.
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
@@ -66,10 +72,10 @@ def load_lm(
         choice("dtype", dtype, DTYPES)
         dtype = getattr(torch, dtype)
     target = None if device == "auto" else find_device(device)
-    # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
+    # The name is one of four: a record, a local path, a model from pip, or a model on the hub.
     recorded = Runs(runs).named(name)
     here = name != "" and path.exists()
-    lowered = name.lower()  # as the models that pip brings are called
+    lowered = name.lower()  # REAL_MODELS has lower-case names
     real = not here and lowered in REAL_MODELS
     if revision is not None and (recorded or here or real):
         raise ValueError(f"revision is of a hub id, and {name!r} has one state only: leave it out")
@@ -83,13 +89,16 @@ def load_lm(
     else:
         where = _hub_id(name)
     model, tokenizer = _load_transformers(where, target, dtype, revision, trust_remote_code)
-    if real:  # reports show this name, and no folder of the cache
+    if real:  # reports shall show this name, not the path of a cache folder
         model.name_or_path = model.config.name_or_path = lowered
     return model, tokenizer
 
 
 def _hub_id(name: str) -> str:
-    """The hub id of a name of Table 8, or what is no folder and no record as it is."""
+    """The hub id of a model of Table 8. Any other name is taken for a hub id already.
+
+    Raises ModelUnavailable for a name that looks like a folder or a record.
+    """
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
     preset, *_ = name.split("/")
@@ -127,7 +136,10 @@ def _load_transformers(
     revision: str | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
-    """From a hub id or a folder. target: None leaves the devices to accelerate."""
+    """Load a model and its tokenizer by transformers, from a hub id or a folder.
+
+    target: the device; None lets accelerate choose the devices.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -135,7 +147,8 @@ def _load_transformers(
     except ImportError:  # transformers 4
         from sinkutils.measuring.older import set_tqdm_hook
 
-    # The hub is asked once whether it is there: its library tries each file for half a minute.
+    # We ask once whether the hub answers. Offline, its library would retry each file for half a
+    # minute.
     local = Path(name).exists()
     offline = not local and not hub_reachable()
     common: dict[str, Any] = {
@@ -145,7 +158,7 @@ def _load_transformers(
     }
     where: Any = name
     gguf = gguf_file(Path(name))
-    if gguf:  # transformers takes the folder and the file's name, and computes in full precision
+    if gguf:  # transformers wants the folder and the file's name, and dequantises the weights
         where = gguf.parent
         common["gguf_file"] = gguf.name
     if dtype is None:
@@ -155,7 +168,7 @@ def _load_transformers(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # `check_loaded` below names and refuses them
             dtype=dtype,
             device_map="auto" if target is None else None,
             **common,
@@ -164,7 +177,7 @@ def _load_transformers(
         tokenizer: Any = WithoutTokenizer(model)
         if not local or gguf or _holds(Path(name), TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
-    except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
+    except Exception as error:  # anything: wrong shapes, broken JSON, a missing package, ..
         raise ModelUnavailable(_why(name, offline, error)) from error
     finally:
         set_tqdm_hook(bars)
@@ -175,13 +188,13 @@ def _load_transformers(
 
 
 def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A progress bar of text. A saved notebook shows a widget's as "model not found"."""
+    """A progress bar made of text. Widgets are lost in a saved notebook ("model not found")."""
     kind = tqdm if issubclass(bar, tqdm) else bar
     return kind(*args, **kwargs)
 
 
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:
-    """Whether a folder has a file of one of these patterns."""
+    """Whether a folder has a file that matches one of the patterns."""
     for pattern in patterns:
         if any(folder.glob(pattern)):
             return True
@@ -189,7 +202,10 @@ def _holds(folder: Path, patterns: Sequence[str]) -> bool:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or the one in a folder without a config.json."""
+    """The GGUF file at this path, or the only one in a folder without a config.json; else None.
+
+    Raises ModelUnavailable for a folder that has several.
+    """
     if path.suffix == ".gguf":
         return path
     files = sorted(path.glob("*.gguf"))
@@ -203,7 +219,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise ModelUnavailable for a path that is not the folder of a model, saying which is."""
+    """Raise ModelUnavailable if a path is not the folder of a model; say which folder is, if any."""
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelUnavailable(f"{str(path)!r} is a file: give the folder that holds it")
@@ -218,20 +234,20 @@ def check_folder(path: Path) -> None:
     if _holds(path, ("config.json", "adapter_config.json", "*.gguf")):
         return
     advice = "is it the folder of a model?"
-    for config in path.glob("*/config.json"):  # of a training with its checkpoints
+    for config in path.glob("*/config.json"):  # perhaps a training's folder of checkpoints
         advice = f"give a folder in it, {str(config.parent)!r} for instance"
     raise ModelUnavailable(f"{str(path)!r} has no config.json: {advice}")
 
 
-# transformers fills what a file lacks with random numbers, and drops what it does not know, with a
-# line in its log. A sink measured on such a model would be a number of nothing.
 def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
-    """Raise ModelUnavailable for weights that are not those of the configuration, and for one that
-    only a later transformers reads rightly.
+    """Raise ModelUnavailable if a file's weights do not fit the model, or need a newer transformers.
 
-    Unused ones of another head, or of layers that predict further tokens (MTP), are a warning.
+    transformers itself only logs a line: it fills missing weights with random numbers, and drops
+    unknown ones. A sink measured on such a model would mean nothing. Unused weights are a mere
+    warning if they belong to another head, or to layers that predict further tokens (MTP).
+    info: the loading info of `from_pretrained`.
     """
-    # Of versions such as 5.17.0 the first number counts.
+    # Compare the major versions: 5 of 5.17.0.
     installed, *_ = version("transformers").split(".")
     saved = re.match(r"\d+", str(getattr(model.config, "transformers_version", "")))
     if saved and int(saved[0]) > int(installed):
@@ -249,22 +265,25 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         )
     missing = sorted(info["missing_keys"])
     unused = sorted(info["unexpected_keys"])
-    # How many, and one of them by name
+    # The number of such weights, and the name of one
     message += f"without {len(missing)} {missing[:1]}, "
     message += f"with {len(unused)} unused {unused[:1]}"
-    if missing or _leaves_out_a_block(model, unused):  # the missing would be random
+    if missing or _leaves_out_a_block(model, unused):  # missing weights would be random
         raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
     if unused:
         warnings.warn(message, stacklevel=4)
 
 
 def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
-    """Whether weights that are not used are of a block, other than those of MTP behind the last."""
+    """Whether unused weights belong to a block that the model should have.
+
+    MTP layers do not count. Their weights are numbered as blocks behind the last one.
+    """
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", 0)
-    predicting = getattr(config, "num_nextn_predict_layers", 0) or 0  # MTP
+    predicting = getattr(config, "num_nextn_predict_layers", 0) or 0  # number of MTP layers
     further = range(count, count + predicting)
-    used = set()  # the lists of blocks that the model has
+    used = set()  # the names of the lists of blocks in the model, such as "model.layers."
     for key in model.state_dict():
         match = BLOCK.match(key)
         if match:
@@ -277,7 +296,7 @@ def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
 
 
 class WithoutTokenizer:
-    """For a folder without tokenizer: enough for probes of random and of repeated ids."""
+    """Stands in for a missing tokenizer. It is enough for the random and the repeated probe."""
 
     bos_token_id = None
 
@@ -304,30 +323,30 @@ class WithoutTokenizer:
 
 
 def hub_reachable() -> bool:
-    """Whether the hub answers; asked once, because its library would retry for half a minute."""
+    """Whether the hub answers within five seconds."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # of httpx or requests, whichever the library uses
+    except Exception:  # of httpx or of requests: it depends on the version of huggingface_hub
         return False
     return True
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
-    """Why a model did not load, in one line: transformers' own, unless that misleads."""
+    """Why a model did not load, in one line: transformers' own message, unless it misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
     path = Path(name)
-    find_spec = importlib.util.find_spec  # None for a package that is not installed
+    find_spec = importlib.util.find_spec  # returns None if a package is not installed
     if gguf_file(path) and find_spec("gguf") is None:
         return f"{name!r} is a GGUF file: pip install gguf"
     adapter = path / "adapter_config.json"
     if adapter.exists() and find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
-    # PyTorch advises here to load it without weights_only, which would run whatever it holds.
-    cut = "pytorch checkpoint file" in message  # as transformers 4 says it
+    # PyTorch's own advice, to load without weights_only, would run any code that the file holds.
+    cut = "pytorch checkpoint file" in message  # the message of transformers 4 for a cut file
     if cut or "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
         return (
             f"{name!r} has a .bin file that is cut, or holds more than tensors, which could run "

@@ -1,4 +1,4 @@
-"""`measure`: the sink numbers of any causal language model, for about a forward pass of it."""
+"""`measure`: the sink numbers of any causal language model, for the cost of about a forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sinkutils.model.decoder import TransformerLM
 if TYPE_CHECKING:
     from sinkutils.measuring.hf import Capture
 
-TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
+TOKENS_A_BATCH = 8192  # the default batch_size gives about this many tokens per forward pass
 
 
 def measure(
@@ -38,39 +38,42 @@ def measure(
     name: str = "",
     bos: bool | None = None,
 ) -> Report:
-    """Measure the attention sinks of a causal LM on token ids (samples, T) (Section 3.2).
+    """Measure the attention sinks of a causal LM on token ids (Section 3.2).
 
-    model: a `TransformerLM`, or a causal LM of transformers. What is done to it, such as a forward
-        or a hook of your own, is measured with it. It is left as it was found, also after an
-        exception or an interrupt. Of one that FSDP2 shards, every process has to call this.
-    ids: a tensor, or what a tokenizer returns (`return_tensors="pt"`), with its mask.
-    targets: the keys k of alpha_k, counted from 1. epsilons: the thresholds that the printed table
-        shows.
-    attention_mask: (samples, T), 0 at padding. Padding is cut off and sequences of one length run
-        together, so that a padded sequence has the numbers that it has alone; positions count from
-        its first token. Sequences shorter than the largest target are skipped and counted. Packed
-        texts (masks of 1 and 2) are refused.
-    batch_size: sequences per forward pass. norms: whether l2-norms are taken.
+    model: a `TransformerLM`, or a causal LM of transformers. If you have changed it, for instance by
+        hooks or a forward of your own, the changed model is measured. Afterwards it is in the state
+        in which it was before, also after an exception or an interrupt. If FSDP2 shards the model,
+        every process has to call this function.
+    ids: (samples, T), or what a tokenizer returns (`return_tensors="pt"`), including its mask.
+    targets: the positions k for which alpha_k is computed, counted from 1.
+    epsilons: the thresholds of Sink_k^eps in the printed table.
+    attention_mask: (samples, T), 1 at tokens and 0 at padding. Padding is cut off, and sequences of
+        equal length run together. So a padded sequence has the same numbers as without padding,
+        and its positions count from its first token. Sequences shorter than the largest target are
+        skipped and counted. Packed texts (masks with 1 and 2) are refused.
+    batch_size: sequences per forward pass; None: about 8192 tokens.
+    norms: whether l2-norms are measured.
     heads: 0-based (layer, head) pairs whose maps A_ij, queries and keys are kept (`Kept`).
     exact: never use the fused kernel (transformers models only).
-    check: before the ids, run a text of at most 16 of their tokens once or twice, to see that
-        attention is causal and that what is read is what the model computes (transformers models
-        only). Your own hooks see these passes, too; False leaves them out.
-    name, bos: printed with the results; whether BOS stands first is read off the ids where the
-        model names its BOS.
-    Threads may call this at once: they are measured one after the other, and a forward pass of
-    another thread computes what it always does. A warning is given for ids that hold the model's
-    padding token without a mask, for two BOS in a row, and for texts so short that even attention
-    is over a threshold.
+    check: first run a text of at most 16 of the ids' tokens, once or twice, to verify that
+        attention is causal and that the attention we read is the one that the model computes
+        (transformers models only). Your own hooks see these passes too.
+    name: a title for the printed results.
+    bos: whether a BOS stands first; None: read it off the ids, if the model names its BOS.
 
-    Raises ValueError for inputs that have no meaning and for models that are no causal LM with
-    softmax attention or that cannot be measured; NotFinite (a ValueError) where attention is nan.
+    Several threads may call this function: it measures one model after the other, and the forward
+    passes of other threads are not affected.
+    It warns of ids that hold the model's padding token without a mask, of two BOS in a row, and of
+    texts so short that even uniform attention exceeds a threshold.
+
+    Raises ValueError for invalid inputs, and for a model that is no causal LM with softmax
+    attention or cannot be measured. Raises NotFinite (a ValueError) if the attention is nan.
     """
     require(
         isinstance(model, nn.Module),
         f"model must be a TransformerLM or a transformers model, got {type(model).__name__}",
     )
-    # --- what is asked for, checked before anything runs
+    # --- the arguments, checked before anything runs
     if isinstance(ids, Mapping):  # a tokenizer's BatchEncoding
         if attention_mask is None:
             attention_mask = ids.get("attention_mask")
@@ -88,23 +91,24 @@ def measure(
         f"bos must be True, False or None (read it off the ids), got {bos!r}",
     )
     check_weights(model)
-    firsts = token_ids(model, "bos_token_id")
+    firsts = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
     if attention_mask is None:
         warn_of_padding(ids, model, firsts)
     warn_of_two_bos(rows, firsts)
-    # --- forward passes: of sequences of one length at a time, so that none needs padding
-    # The device is named as torch.set_default_device may say another.
+    # --- the forward passes: sequences of equal length run together, so that none needs padding
+    # We name the device, because torch.set_default_device may have set another one.
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
     tally = Tally(targets, int(lengths.max()), norms, pairs)
-    order: list[int] = []  # of the rows as they run: those of one length together
+    order: list[int] = []  # the indices of the rows, in the order in which they run
     state = LeftAsFound()
-    # Entered twice: an interrupt while the inner one puts the model back leaves it to the outer.
+    # Entered twice: if an interrupt stops the inner context while it restores the model, the outer
+    # one restores it.
     with ONE_AT_A_TIME, state, state:
         state.evaluate(model)
         source: OwnModel | Capture
         if isinstance(model, TransformerLM):
             source = OwnModel(model, tally)
-        else:  # transformers is imported for its own models only
+        else:  # imported here, so that our own models do not need transformers
             from sinkutils.measuring.hf import observe
             from sinkutils.measuring.passes import Measuring
 
@@ -120,7 +124,7 @@ def measure(
                 source.run(batch)
                 tally.refuse_heads()
                 order += indices.tolist()
-    # --- the report: `places` puts the samples back into the order of ids
+    # --- the report: `places` restores the order of the ids
     places = torch.tensor(order, device="cpu").argsort()
     report = tally.report(source, places, lengths, epsilons)
     report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
@@ -134,9 +138,12 @@ def measure(
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
+    """Refuse weights without values (on the meta device) and plain float8 weights.
+
+    PyTorch does not compute in float8. A quantised model of transformers converts such weights.
+    """
     for path, module in model.named_modules():
-        offloaded = hasattr(module, "_hf_hook")  # accelerate's, which fetches the weights
+        offloaded = hasattr(module, "_hf_hook")  # a hook of accelerate fetches these weights
         for name, weight in module.named_parameters(path, recurse=False):
             if weight.is_meta and not offloaded:
                 raise ValueError(
@@ -151,8 +158,12 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
-    """Refuse a token without an embedding: its look-up would end a process's use of a GPU."""
-    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
+    """Refuse token ids outside the vocabulary.
+
+    Their look-up on a GPU fails in such a way that the process cannot use the GPU any more.
+    """
+    # All rows at once, because each comparison waits for the device.
+    low, high = torch.cat(list(rows)).aminmax()
     if low < 0 or high >= vocabulary:
         raise ValueError(
             f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
@@ -161,7 +172,7 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
 
 
 def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """(layer, head) pairs of integers, each once."""
+    """Check (layer, head) pairs of integers, and return them without duplicates."""
     try:
         pairs = [(layer, head) for layer, head in heads]
     except (TypeError, ValueError) as error:
@@ -173,17 +184,17 @@ def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], .
 
 
 def digest(rows: Sequence[Tensor]) -> str:
-    """SHA-256 of token ids, the first 16 digits: whether two reports are of the same texts."""
+    """The first 16 hex digits of the ids' SHA-256. They tell whether two reports use equal ids."""
     total = hashlib.sha256()
     for row in rows:
         ids = row.to("cpu", torch.int64).numpy()
         total.update(ids.tobytes())
-        total.update(b"|")  # so that two short rows are not one long one
+        total.update(b"|")  # so that two short rows differ from one long row
     return total.hexdigest()[:16]
 
 
 def dense(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a tensor that holds a number in each place."""
+    """Raise ValueError unless the value is a dense tensor, with a number at every place."""
     instance(name, value, Tensor)
     require(
         value.layout == torch.strided and not (value.is_nested or value.is_meta),
@@ -192,7 +203,10 @@ def dense(name: str, value: Any) -> None:
 
 
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
-    """The rows of ids without padding, and how many were skipped: too short for a target."""
+    """The rows of ids without padding, and how many were skipped.
+
+    A row is skipped if it is shorter than the largest target. mask: (samples, T), or None.
+    """
     dense("ids", ids)
     require(
         ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
@@ -214,7 +228,7 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
         "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed "
         "texts, marked 1, 2, .., are not supported: give each text a row of its own)",
     )
-    steps = F.pad(real.int(), (1, 0)).diff(dim=1)  # 1 where a run of tokens starts
+    steps = F.pad(real.int(), (1, 0)).diff(dim=1)  # 1 where tokens begin after padding
     starts = (steps == 1).sum(dim=1)
     require(
         bool((starts == 1).all()),
@@ -234,12 +248,14 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
 
 
 def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
-    """Warn where ids hold the padding token.
+    """Warn if ids hold the padding token.
 
-    If that is also BOS or EOS, one of them is text: then a row has to begin or end with two.
+    Where the padding token is also BOS or EOS, a single one is normal text. Then the warning is
+    given only for rows that begin or end with two of them.
+    firsts: the ids of BOS.
     """
     lasts = token_ids(model, "eos_token_id")
-    # Tokenizers without padding pad with EOS
+    # A model without a padding token is usually padded with EOS.
     for token in token_ids(model, "pad_token_id") or lasts:
         padding = ids == token
         if token in firsts | lasts:
@@ -255,7 +271,10 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
 
 
 def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
-    """Warn where each text begins with two BOS, as of a chat template tokenised as text."""
+    """Warn if every text begins with two BOS.
+
+    This happens if a chat template, which writes a BOS itself, is tokenised as plain text.
+    """
     for row in rows:
         start = row[:2].tolist()
         if len(start) < 2 or not firsts.issuperset(start):
@@ -268,7 +287,10 @@ def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
 
 
 def warn_of_short_texts(report: Report) -> None:
-    """Warn where even attention is over a threshold, so that Sink_1 is 100 % of it."""
+    """Warn if the texts are so short that even uniform attention exceeds a threshold.
+
+    Then Sink_1 would be 100 % for uniform attention, which is no sink.
+    """
     eps = min(report.epsilons)
     if 1 in report.targets and report.floor > eps:
         warnings.warn(
@@ -279,9 +301,9 @@ def warn_of_short_texts(report: Report) -> None:
 
 
 def token_ids(model: nn.Module, name: str) -> set[int]:
-    """The ids of a special token by the model's configuration, or by that of its text part.
+    """The ids of a special token, from the configuration of the model or of its text part.
 
-    They name none, one or a list. name: bos_token_id, for instance.
+    name: an attribute such as bos_token_id, which may hold one id, a list of ids or none.
     """
     config: Any = getattr(model, "config", None)
     parts = [config]

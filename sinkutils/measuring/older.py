@@ -1,8 +1,10 @@
-"""What transformers 4.56 and 4.57 do otherwise than 5.
+"""Support for transformers 4.56 and 4.57, which choose the attention function in another way.
 
-There a module that is set to eager calls the function `eager_attention_forward` of its own file and
-asks nobody, and others ask for `ALL_ATTENTION_FUNCTIONS[name]` and do not hand over their eager one.
-`let_ask` makes both ask as in transformers 5, by `AttentionInterface.get_interface`.
+In transformers 5, a module always calls `AttentionInterface.get_interface`, and passes it the eager
+function of its family. In these older versions, a module that is set to "eager" directly calls the
+function `eager_attention_forward` of its own file. Any other setting is looked up as
+`ALL_ATTENTION_FUNCTIONS[name]`, without the eager function. `let_ask` makes both cases call
+`get_interface`, as in transformers 5.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _getitem = AttentionInterface.__getitem__
 def get_interface(
     self: AttentionInterface, attn_implementation: str, default: Function
 ) -> Function:
-    """As the method of this name in transformers 5. default: the module's eager attention."""
+    """The method of this name in transformers 5. default: the module's eager attention."""
     function: Function = default
     if attn_implementation != "eager":
         function = _getitem(self, attn_implementation)
@@ -37,9 +39,9 @@ def get_interface(
 def let_ask(
     layers: Collection[nn.Module], is_watched: Callable[[], bool], state: LeftAsFound
 ) -> None:
-    """From here until `state` ends, these attention modules ask by `get_interface`.
+    """Make these attention modules call `get_interface`, until `state` ends.
 
-    is_watched: whether the forward pass that runs is one of the model that is measured.
+    is_watched: tells whether the current forward pass is one of the measured model.
     """
     for home in {_home(module)["__name__"] for module in layers}:
         file = sys.modules[home]
@@ -52,15 +54,16 @@ def let_ask(
         state.set(file, "eager_attention_forward", functools.wraps(eager)(asks))
     state.set(AttentionInterface, "__getitem__", _asks)
 
-    # GPT-2's eager function hides later keys a second time, by the number of queries that it gets:
-    # wrong for a chunk of them. The mask that it is handed is whole.
+    # GPT-2's eager function applies a causal mask of its own, the buffer `bias`, beside the mask
+    # that it is given. Its position depends on the number of queries, which is wrong for a chunk of
+    # them. So we replace it by ones: the given mask is complete.
     for module in layers:
         causal = getattr(module, "bias", None)
         if isinstance(causal, Tensor) and causal.dtype == torch.bool:
             state.set(module, "bias", causal.new_ones(()).expand_as(causal))
 
-    # Without a cache, 4.x looks for texts that are packed into one row, and then makes a mask of
-    # T x T also where there are none. A text that is measured has a row of its own.
+    # Without a cache, 4.x looks for several texts packed into one row, and makes a mask of T x T
+    # even if there is only one. We measure one text per row, so we skip this.
     packed = masking_utils.find_packed_sequence_indices
 
     def find_packed(position_ids: Any) -> Any:
@@ -70,7 +73,7 @@ def let_ask(
 
 
 def _asks(interface: AttentionInterface, name: str) -> Function:
-    """An attention function that asks for the one of this name when a module calls it."""
+    """An attention function that looks up the function `name` whenever a module calls it."""
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         eager: Any = _home(module).get("eager_attention_forward")
@@ -81,10 +84,10 @@ def _asks(interface: AttentionInterface, name: str) -> Function:
 
 
 def _home(module: nn.Module) -> dict[str, Any]:
-    """The names that a module's forward sees: those of its file."""
+    """The global names of the file in which a module's forward is written."""
     names: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
     return names
 
 
 def set_tqdm_hook(hook: Callable[..., Any] | None) -> None:
-    """4.x has no such hook: its progress bars of loading are what they are."""
+    """Does nothing: 4.x has no such hook, and its progress bars stay as they are."""

@@ -1,4 +1,8 @@
-"""What is done with the attention that a model shows in a forward pass: measure, check, operate."""
+"""The purposes of a forward pass. Each class here does something else with the attention it sees.
+
+`Measuring` adds it to a tally, also under surgery. `Checking` and `Comparing` run before, on a
+short text, and find out whether the attention can be read at all.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +18,38 @@ from sinkutils.measuring.fused import can_serve, fused_call, proves_right
 from sinkutils.measuring.refusals import LATER
 from sinkutils.measuring.tally import Edit, Tally, changed
 
-EXACT_ELEMENTS = 2**25  # attention weights held at a time: 128 MiB in float32
-CHECK_TOKENS = 16  # the longest text of a check
+EXACT_ELEMENTS = 2**25  # attention weights in memory at a time: 128 MiB in float32
+CHECK_TOKENS = 16  # the most tokens in the text of a check
 
 
 class Pass:
-    """What a forward pass is for. This one looks at nothing."""
+    """The purpose of a forward pass. This base class computes the outputs and reads nothing."""
 
-    as_named = False  # whether the functions that the model names compute, with their own masks
-    looks = False  # whether hidden states are looked at
-    front = 0  # keys of a cache in front of the text
+    as_named = False  # whether the functions that the model names run, with their own masks
+    looks = False  # whether hidden states are read
+    front = 0  # number of keys that a cache puts in front of the text
 
     def attention(self, call: Call, layer: int) -> Tensor:
-        """The output (B, T, H, D) of an attention module, by its family's eager function."""
+        """Compute the output (B, T, H, D) of an attention module by its family's eager function."""
         return families.chunk(call, call.rows)[0]
 
     def weights(self, layer: int, weights: Tensor) -> None:
-        """Take in the weights (B, H, T, T) that an attention module returns."""
+        """Read the weights (B, H, T, T) that a legacy attention module returns."""
 
     def embedding(self, hidden: Tensor) -> None:
-        """Take in what the first block reads, (B, S, T, d), of S streams."""
+        """Read the input of the first block, (B, S, T, d), with S residual streams."""
 
     def block(self, layer: int, hidden: Tensor) -> None:
-        """Take in what a block returns, (B, S, T, d)."""
+        """Read the output of a block, (B, S, T, d)."""
 
 
 class Measuring(Pass):
-    """Adds to a tally: by a fused kernel where one serves and proves right, else by whole rows.
+    """Add the attention of every layer to a tally.
 
-    Under surgery there is an edit, or keys are hidden, or stand in front of the text.
+    A fused kernel computes it where one can and has proved right. Otherwise whole rows are
+    computed. exact: always compute whole rows.
+    The last three arguments are for surgery: an edit of q, k or v; keys that are hidden; and the
+    number of keys that a cache puts in front of the text.
     """
 
     def __init__(
@@ -56,10 +63,11 @@ class Measuring(Pass):
         self.tally = tally
         self.exact = exact
         self.edit = edit
-        self.hidden = hidden  # (T, T): the keys j that queries i do not see
+        self.hidden = hidden  # (T, T): True where query i may not see key j
         self.front = front
         self.looks = tally.norms
-        self.proved: dict[tuple[nn.Module, bool], bool] = {}  # by module, with a mask or without
+        # (module, whether there is a mask) -> whether the kernel proved right
+        self.proved: dict[tuple[nn.Module, bool], bool] = {}
 
     def attention(self, call: Call, layer: int) -> Tensor:
         call = call._replace(hidden=self.hidden)
@@ -82,13 +90,17 @@ class Measuring(Pass):
         self.tally.add_hidden(layer, hidden)
 
     def _fused(self, call: Call, layer: int) -> Tensor | None:
-        """Output by a fused kernel, and alpha by its log-sum-exp; None: whole rows are needed."""
+        """Compute the output by a fused kernel, and add alpha from its log-sum-exp to the tally.
+
+        Returns None, and adds nothing, where whole rows have to be computed instead.
+        """
         columns = self.tally.columns(call.q.device)
         keeps_maps = self.tally.heads_of(layer, call.q.shape[1])
         if self.exact or keeps_maps or not can_serve(call, columns):
             return None
-        # A kernel is tried once in each module, with a mask and without: its numbers may be others
-        # than they were, and something may be done to logits that no kernel knows of.
+        # A kernel has to prove right once in each module, both with and without a mask. It may be
+        # broken in this version of PyTorch, and a family may change its logits in a way that the
+        # kernel does not know.
         case = (call.module, call.mask is not None)
         if self.proved.get(case) is False:
             return None
@@ -96,7 +108,7 @@ class Measuring(Pass):
             result = fused_call(call, columns)
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, RuntimeError):  # none in this build, or for this device or dtype
+        except (AttributeError, RuntimeError):  # no kernel in this build, or for device and dtype
             self.proved[case] = False
             return None
         if case not in self.proved:
@@ -109,13 +121,17 @@ class Measuring(Pass):
         return result.out
 
     def _exact(self, call: Call, layer: int) -> Tensor:
-        """Output and weights by the family's eager function, chunk by chunk of queries."""
+        """Compute output and weights by the family's eager function, a chunk of queries at a time.
+
+        Adds the weights to the tally, and returns the output (B, T, H, D).
+        """
         batch, heads, length, _ = call.q.shape
-        # Queries that are computed together: a map of B x H x T x T would not fit in memory.
+        # The number of queries in a chunk: a whole map, B x H x T x T, might not fit in memory.
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
         for value in call.kwargs.values():
             if isinstance(value, Tensor) and value.ndim >= 3:
-                step = length  # an argument by position that only the family knows how to cut
+                # An argument with values for each position, which we do not know how to cut.
+                step = length
         star = call.sink is not None or self.front > 0
         outs = []
         parts = []
@@ -128,15 +144,16 @@ class Measuring(Pass):
 
 
 class Checking(Pass):
-    """Looks for weights on later tokens, and keeps what the modules hand over."""
+    """Check that no token attends to a later one, and keep each module's call for `Comparing`."""
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind  # of the model
-        self.calls: dict[nn.Module, Call] = {}  # with our masks
+        self.kind = kind  # the class name of the model
+        self.calls: dict[nn.Module, Call] = {}  # with the masks that we make
 
     def attention(self, call: Call, layer: int) -> Tensor:
         out, weights = families.chunk(call, call.rows)
-        # A query without a key has even weights over all, later ones too: that is no look ahead.
+        # A query that sees no key has even weights over all keys. Those on later keys are no look
+        # ahead, and are not counted.
         blind = call.blind()[:, None]  # (T, 1)
         self.weights(layer, weights.masked_fill(blind, 0))
         self.calls[call.module] = call
@@ -149,16 +166,17 @@ class Checking(Pass):
 
 
 class Comparing(Pass):
-    """Looks for functions that compute something else than what is read.
+    """Check that the functions that the model names compute the same as eager attention.
 
-    It lets the functions run that the model names, on the text that a `Checking` has seen.
+    The named functions run on the text of a `Checking`, and their outputs are compared with those
+    of eager attention on the same calls.
     """
 
     as_named = True
 
     def __init__(self, calls: dict[nn.Module, Call]) -> None:
-        self.calls = calls  # of `Checking`
-        self.differs = ""  # the name of a function that computes something else
+        self.calls = calls  # module -> its call, from `Checking`
+        self.differs = ""  # the name of a function that computes something else, if one does
 
     def compare(
         self,
@@ -168,9 +186,12 @@ class Comparing(Pass):
         *inputs: Any,
         **kwargs: Any,
     ) -> Any:
-        """In place of the function of that name: what it returns."""
+        """Run `function`, which the model names `name`, compare its output, and return it.
+
+        inputs: q, k, v and the mask, as the module passes them.
+        """
         if module in self.calls:
-            q, k, v, *_ = inputs  # this pass's own, as rounding differs from the first's
+            q, k, v, *_ = inputs  # this pass's own: they differ by rounding from the first pass's
             expected = self.calls[module]._replace(q=q, k=k, v=v)
             if not computes_the_same(function, module, inputs, kwargs, expected):
                 self.differs = name
@@ -184,18 +205,20 @@ def computes_the_same(
     kwargs: dict[str, Any],
     expected: Call,
 ) -> bool:
-    """Whether an attention function computes the output that is expected of a call.
+    """Whether an attention function computes the same output as eager attention on `expected`.
 
-    In float64, so that rounding is no reason to differ: neither that of float32 products in lower
-    precision (torch.set_float32_matmul_precision) nor that of activations before them.
+    Both are computed in float64, so that they do not differ by rounding. This matters where float32
+    products run in lower precision (torch.set_float32_matmul_precision) or activations are in half
+    precision.
     """
     seeing = ~expected.blind()
     try:
         out, *_ = function(module, *map(widened, inputs), **widened(kwargs))
         right, _ = families.chunk(expected.wide(), expected.rows)
         gaps = _gaps(out, right)[:, seeing]
-        return not gaps.max() > 1e-3  # nan is for another to refuse
-    except (RuntimeError, TypeError, ValueError):  # a kernel, or a device, without float64
+        return not gaps.max() > 1e-3  # a nan passes here: the report refuses it (NotFinite)
+    except (RuntimeError, TypeError, ValueError):  # the kernel or the device lacks float64
+        # In lower precision, the median gap is compared, as single rows may differ more.
         out, *_ = function(module, *inputs, **kwargs)
         right, _ = families.chunk(expected, expected.rows)
         gaps = _gaps(out, right)[:, seeing]
@@ -203,9 +226,12 @@ def computes_the_same(
 
 
 def _gaps(out: Tensor, right: Tensor) -> Tensor:
-    """How far outputs (B, T, H, D) are from the right ones, in shares of their size, (B, T, H)."""
+    """The relative error of each output vector, (B, T, H).
+
+    out, right: outputs (B, T, H, D). The error is the norm of the difference over that of `right`.
+    """
     size: Tensor = torch.linalg.vector_norm(right.float(), dim=-1)
     difference = (out - right).float()
     gaps: Tensor = torch.linalg.vector_norm(difference, dim=-1)
-    least = 1e-6 * float(size.max()) + 1e-30  # an output of zero divides nothing
+    least = 1e-6 * float(size.max()) + 1e-30  # avoids a division by zero
     return gaps / size.clamp(min=least)
