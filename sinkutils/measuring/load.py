@@ -219,7 +219,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise ModelUnavailable if a path is not the folder of a model; say which folder is, if any."""
+    """Raise ModelUnavailable if a path is not the folder of a model, with advice which one is."""
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelUnavailable(f"{str(path)!r} is a file: give the folder that holds it")
@@ -240,7 +240,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
-    """Raise ModelUnavailable if a file's weights do not fit the model, or need a newer transformers.
+    """Raise ModelUnavailable if a file's weights do not fit the model, or its version is too new.
 
     transformers itself only logs a line: it fills missing weights with random numbers, and drops
     unknown ones. A sink measured on such a model would mean nothing. Unused weights are a mere

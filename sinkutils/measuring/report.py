@@ -1,7 +1,9 @@
-"""The sink metric of Section 3.2: alpha_k, Sink_k^eps, the excess, and the l2-norms beside them.
+"""The sink metric of Section 3.2, and the `Report` that holds the numbers of a measurement.
 
-alpha_k = mean over i = k..T of A_ik
-Sink_k^eps = mean over sequences, layers, heads of [alpha_k > eps]
+    alpha_k     mean over the queries i = k..T of A_ik: the attention that key k gets
+    Sink_k^eps  mean over sequences, layers and heads of the indicator [alpha_k > eps]
+
+The report also has the excess over uniform attention and the l2-norms of states, keys and values.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from torch import Tensor
 from sinkutils.checks import numbers, require
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
-DRAWS = 2000  # of the bootstrap
-DIGITS = 5  # of the numbers in a summary
-# The attributes of a report that `to_dict` copies, and those of them that have a value a position.
+DRAWS = 2000  # resamples of the bootstrap
+DIGITS = 5  # decimal places of the numbers in `to_dict`
+# The attributes of a report that `to_dict` copies as they are, and those with a value per position.
 CONDITIONS = "name path bos samples skipped floor targets epsilons layers".split()
 BY_POSITION = (
     "embedding_norms hidden_norms before_norm_norms key_norms value_norms hidden_peaks"
@@ -28,23 +30,29 @@ BY_POSITION = (
 
 
 class NotFinite(ValueError):
-    """The model computed nan or infinite attention, so that no number of it means anything."""
+    """The model computed nan or infinite numbers, so that a report would mean nothing."""
 
 
 @dataclass
 class Kept:
-    """The map, queries and keys of one head; zeros beyond the end of a shorter sequence."""
+    """The attention map, queries and keys of one head.
+
+    Shorter sequences are padded with zeros up to the longest.
+    """
 
     map: Tensor  # A_ij, (samples, T, T)
-    queries: Tensor | None = None  # after rotary, (samples, T, D); None where a model shows weights
+    # After rotary, (samples, T, D). None for a model whose modules show their weights alone.
+    queries: Tensor | None = None
     keys: Tensor | None = None
 
 
 @dataclass
 class Report:
-    """What `measure` returns; tensors are float32 on the CPU.
+    """The result of `measure`. All tensors are float32 on the CPU.
 
-    Positions k count from 1, layers from 0. "star" stands for k*, x* or a learned sink logit.
+    Positions k count from 1, layers from 0. "star" stands for a key that no text token owns: a key
+    bias k*, a sink token x* or a learned sink logit. T is the length of a sequence, and "positions"
+    stands for the length of the longest one.
     """
 
     alpha: Tensor  # (samples, targets, layers, heads)
@@ -52,25 +60,25 @@ class Report:
     epsilons: tuple[float, ...]
     lengths: Tensor  # (samples,): T of each sequence, without padding
     layers: tuple[int, ...]  # the attention layers' indices among the model's blocks
+    # l2-norms, mean over samples (and over heads). None where they were not measured.
     hidden_norms: Tensor | None = None  # (blocks, positions): h^l, l = 1..L, before the final norm
-    # (layers, positions): after rotary, mean over samples and heads
-    key_norms: Tensor | None = None
-    value_norms: Tensor | None = None
+    key_norms: Tensor | None = None  # (layers, positions): after rotary
+    value_norms: Tensor | None = None  # (layers, positions)
     embedding_norms: Tensor | None = None  # (positions,): h^0
-    # (blocks, positions): post-norm blocks before their last norm (Eq. 3)
+    # (blocks, positions): in post-norm blocks, the sum before the block's last norm (Eq. 3)
     before_norm_norms: Tensor | None = None
-    # (blocks, positions): largest |element| of h^l over the sequence's median one
+    # (blocks, positions): the largest |element| of h^l, divided by the sequence's median |element|
     hidden_peaks: Tensor | None = None
-    first_elements: Tensor | None = None  # (blocks, d): |h_1^l| by dimension over that median
-    star: Tensor | None = None  # (samples, layers, heads): share of k*, x* or a learned sink logit
-    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # by (layer, head)
-    bos: bool | None = None  # whether each sequence starts with a BOS; None: not known
-    skipped: int = 0  # sequences shorter than the largest target
+    first_elements: Tensor | None = None  # (blocks, d): each |element| of h_1^l, over that median
+    star: Tensor | None = None  # (samples, layers, heads): alpha_*, the attention to "star"
+    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # (layer, head) -> its map
+    bos: bool | None = None  # whether each sequence starts with a BOS; None: unknown
+    skipped: int = 0  # the number of sequences shorter than the largest target
     name: str = ""
-    path: str = ""  # how alpha was computed
-    # By attention layer, if any has one: keys that a query sees; None: all
+    path: str = ""  # how alpha was computed, in words
+    # For each attention layer, how many keys a query sees; None: all. Empty: no layer has a window.
     windows: tuple[int | None, ...] = ()
-    digest: str = ""  # of the token ids: whether two reports are of the same texts
+    digest: str = ""  # a hash of the token ids: equal for reports of the same texts
 
     @property
     def length(self) -> int:
@@ -79,34 +87,40 @@ class Report:
 
     @property
     def samples(self) -> int:
-        """How many sequences were measured."""
+        """The number of sequences that were measured."""
         return self.alpha.shape[0]
 
     @property
     def floor(self) -> float:
-        """alpha_1 of uniform causal attention, H_T / T: 0.074 at T = 64. Mean over the lengths."""
+        """alpha_1 of uniform causal attention, mean over the sequences.
+
+        For length T it is H_T / T, where H_T = 1 + 1/2 + .. + 1/T. It is 0.074 at T = 64.
+        """
         by_text = [uniform_alpha(length) for length in self.lengths.tolist()]
         return float(np.mean(by_text))
 
     def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
-        """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
+        """Sink_k^eps in percent: the share of (sequence, layer, head) with alpha_k > eps.
 
-        At any eps in (0, 1). Raises ValueError for another, and for a key that was not measured.
+        k: a target, or "star". eps: any threshold in (0, 1).
+        Raises ValueError for another eps, and for a k that was not measured.
         """
         return 100 * float(self._is_sink(k, eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
-        """Sink_*^eps in percent, of a key bias, a sink token or a learned sink logit."""
+        """Sink_*^eps in percent, for a key bias, a sink token or a learned sink logit."""
         return self.sink("star", eps)
 
     def excess(self, k: int | str = 1) -> float:
-        """Mean of (alpha_k - u) / (1 - u), u the alpha_k of uniform causal attention.
+        """The mean of (alpha_k - u) / (1 - u) over samples, layers and heads.
 
-        The mean is over samples, layers and heads. For k = 1, u = H_T / T; in a layer with a window
-        w query i spreads over min(i, w) keys.
-        For "star" each of i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also
-        where there is no other key (T = 1). The u of a model with a prefix is that without: uniform
-        attention over its mask lies a little below 0.
+        u is the alpha_k of uniform causal attention. So the excess is 0 for uniform attention and 1
+        if all attention is on k. If there is no other key (T = 1), it is 0.
+
+        In uniform attention, query i spreads over the i keys that it sees: for k = 1, u = H_T / T.
+        In a layer with a window of w keys it spreads over min(i, w) keys, and for "star" over the
+        star as well. For a prefix LM, u ignores the prefix; there, uniform attention over the
+        model's own mask has an excess a little below 0.
         """
         return float(self._excess(k).mean())
 
@@ -117,31 +131,32 @@ class Report:
         return above
 
     def excess_by_layer(self) -> list[float]:
-        """The mean excess of alpha_1 over samples and heads in each attention layer of `layers`."""
+        """The excess of alpha_1 in each attention layer, mean over samples and heads."""
         by_head = self._excess(1)  # (samples, layers, heads)
         return by_head.mean(dim=(0, 2)).tolist()
 
     def visible_alpha(self, k: int | str = 1) -> Tensor:
-        """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).
+        """The mean of A_ik over only those queries that see key k, (samples, layers, heads).
 
-        In layers without a window it is alpha_k itself. Where there is one, alpha_k is at most
-        `caps(k)`, and this is not.
+        In a layer with a window of w keys these are the queries k..k + w - 1. There alpha_k itself,
+        a mean over all queries k..T, cannot exceed `caps(k)`; this mean can. In a layer without a
+        window the two are the same.
         """
         seeing = self._by_layer(seeing_share, k)  # (samples, layers)
         return self.of(k) / seeing[..., None]
 
     def caps(self, k: int | str = 1) -> list[float]:
-        """The most that alpha_k can be in each attention layer, mean over samples:
-        min(1, w / (T - k + 1)), and 1 for "star".
+        """The largest possible alpha_k in each attention layer, mean over samples.
 
-        Raises ValueError for a key that was not measured.
+        In a layer with a window of w keys it is min(1, w / (T - k + 1)). In other layers, and for
+        "star", it is 1. Raises ValueError for a k that was not measured.
         """
         seeing = self._by_layer(seeing_share, k)
         return seeing.mean(dim=0).tolist()
 
     def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
-        """function(T, k, window) of each sample and layer, (samples, layers)."""
-        self.of(k)  # which refuses a key that was not measured
+        """The value of function(T, k, window) for each sample and layer, (samples, layers)."""
+        self.of(k)  # raises ValueError for a k that was not measured
         windows = self.windows or (None,) * len(self.layers)
         # Samples differ in T, and layers in their window.
         rows = []
@@ -152,8 +167,8 @@ class Report:
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
         """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         is_sink = self._is_sink(k, eps)
-        by_text = is_sink.mean(dim=(1, 2)).numpy()
-        # Texts are drawn, and not heads: those of one model are no independent sample.
+        by_text = is_sink.mean(dim=(1, 2)).numpy()  # (samples,)
+        # We resample texts, not heads: the heads of one model are no independent sample.
         rng = np.random.default_rng(0)
         drawn = rng.choice(by_text, (DRAWS, len(by_text)))
         means = 100 * drawn.mean(axis=1)
@@ -161,9 +176,10 @@ class Report:
         return float(low), float(high)
 
     def to_dict(self, levels: Sequence[float] = CURVE_EPSILONS) -> dict[str, Any]:
-        """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms.
+        """The numbers of the report as a dict for JSON, without those of single samples.
 
-        levels: the eps of Sink beside the report's own.
+        It holds Sink_k^eps of every target at many eps, intervals, excess, alpha and norms.
+        levels: the eps at which Sink is computed, beside the report's own.
         """
         levels = sorted({*self.epsilons, *levels})
         result: dict[str, Any] = {"T": self.length}
@@ -171,7 +187,7 @@ class Report:
             result[name] = getattr(self, name)
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
-        # By target, as text in JSON: {"1": .., "star": ..}
+        # Each of these is a dict by target, {"1": .., "star": ..}.
         for name in ("excess", "interval", "sink"):
             result[name] = {}
         for k in self._shares:
@@ -195,12 +211,16 @@ class Report:
         return plain
 
     def summary(self) -> dict[str, float]:
-        """The numbers that tell one model from another; what was not measured is left out.
+        """The few numbers by which models are compared. Those that were not measured are left out.
 
-        sink_1 in percent at the first eps; block_1 and later_blocks, the mean excess of alpha_1 in
-        the first attention layer and in the later ones; element, the largest element of h_1 over
-        the median of |h|, with the block (from 1) after which and the dimension (from 0) in which
-        it stands; value_ratio, the least over layers of ||v_1|| over the others' mean.
+        sink_1: Sink_1 in percent, at the first eps.
+        block_1, later_blocks: the mean excess of alpha_1, in the first attention layer and in all
+            later ones.
+        element: the largest |element| of h_1 in any block, divided by the median |element| of h.
+        element_block, element_dimension: after which block (from 1) it was found, and in which
+            dimension (from 0).
+        value_ratio: ||v_1|| divided by the mean norm of the other values, in the layer where this
+            ratio is smallest.
         """
         first, *later = self.excess_by_layer()
         numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
@@ -220,7 +240,7 @@ class Report:
         return numbers
 
     def __str__(self) -> str:
-        import pandas as pd  # which training does without
+        import pandas as pd  # imported here, because training does not need it
 
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
         length = str(self.length)
@@ -260,7 +280,7 @@ class Report:
 
     @property
     def _shares(self) -> dict[int | str, Tensor]:
-        """alpha_k by target, and alpha_*, (samples, layers, heads) each."""
+        """Target -> alpha_k and, if measured, "star" -> alpha_*. Each is (samples, layers, heads)."""
         shares: dict[int | str, Tensor] = {}
         for index, k in enumerate(self.targets):
             shares[k] = self.alpha[:, index]
@@ -269,9 +289,9 @@ class Report:
         return shares
 
     def of(self, k: int | str) -> Tensor:
-        """alpha_k, or alpha_* where k is "star", (samples, layers, heads).
+        """alpha_k of every sample, layer and head; alpha_* if k is "star".
 
-        Raises ValueError if it was not measured.
+        Its shape is (samples, layers, heads). Raises ValueError if it was not measured.
         """
         shares = self._shares
         if k not in shares:
@@ -282,13 +302,13 @@ class Report:
         return shares[k]
 
     def _is_sink(self, k: int | str, eps: float) -> Tensor:
-        """[alpha_k > eps], 0 or 1, (samples, layers, heads)."""
+        """The indicator [alpha_k > eps], 0 or 1, (samples, layers, heads)."""
         check_epsilons((eps,))
         return (self.of(k) > eps).double()
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and tuples as lists, numbers with `DIGITS` digits, keys as text."""
+    """Convert a value for JSON: tensors and tuples to lists, keys to text, floats rounded."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
@@ -301,7 +321,7 @@ def _plain(value: Any) -> Any:
 
 
 def seeing_share(length: int, k: int | str, window: int | None) -> float:
-    """The share of the queries k..T that see key k, through a window; all see "star"."""
+    """The share of the queries k..T that see key k through a window. All queries see "star"."""
     if window is None or k == "star":
         return 1.0
     queries = length - int(k) + 1
@@ -315,39 +335,42 @@ def uniform_alpha(
     window: int | None = None,
     own_keys: int = 0,
 ) -> float:
-    """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric.
+    """alpha_k of uniform causal attention: the mean over i = k..T of 1/i. The floor of the metric.
 
-    With a window w query i spreads over min(i, w) keys, the last ones. own_keys: of the model,
-    which all queries see beside them; "star" is one of these.
+    window: the number w of keys that a query sees at most. Query i then spreads over its last
+        min(i, w) keys.
+    own_keys: how many keys of its own, such as k*, the model adds. All queries see them, and "star"
+        is one of them.
     """
     first = 1 if k == "star" else int(k)
     queries = np.arange(first, length + 1)
-    keys = queries  # how many keys of the text each query sees
+    keys = queries  # the number of text keys that each query sees: query i sees i keys
     if window is not None:
         keys = np.minimum(queries, window)
     if k == "star":
         shares = 1 / (keys + max(1, own_keys))
     else:
-        sees = queries - keys < first  # k is not behind the query's window
+        sees = queries - keys < first  # key k is inside the query's window
         shares = sees / (keys + own_keys)
     return float(shares.mean())
 
 
 def excess(alpha: Any, uniform: Any) -> Any:
-    """(alpha - u) / (1 - u), of numbers, arrays or tensors; u is alpha of uniform attention.
+    """(alpha - u) / (1 - u), where u is the alpha of uniform attention.
 
-    0 where each query spreads evenly over the keys that it sees, and where it sees one key alone;
-    1 where all is on key k.
+    It is 0 if each query spreads evenly over the keys that it sees, and 1 if all attention is on
+    key k. It is also 0 if each query sees only one key. alpha, uniform: numbers, arrays or tensors.
     """
-    alone = uniform == 1  # then alpha is 1 as well: 0 / 1 and not 0 / 0
+    alone = uniform == 1  # alpha is then 1 as well; adding 1 below gives 0 / 1 instead of 0 / 0
     return (alpha - uniform) / (1 - uniform + alone)
 
 
 def norm_ratio(norms: Any) -> list[float]:
-    """The first position's norm over the mean of the others' (Figs. 7, 8), of each row of norms.
+    """For each row, the norm at the first position over the mean norm at the others (Figs. 7, 8).
 
-    norms: (rows, positions). NaN where the others are all zero, as behind a gate that is shut.
-    The last block's states are about the next token, and their norms another matter.
+    norms: (rows, positions); a row is a layer or a block. The ratio is NaN where all other norms
+    are zero, as behind a closed gate. For hidden states the last block is a special case: its
+    output predicts the next token, and its norms mean something else.
     Raises ValueError for T = 1.
     """
     rows = np.asarray(norms, dtype=float)
@@ -360,7 +383,10 @@ def norm_ratio(norms: Any) -> list[float]:
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
-    """The thresholds, each once. Raises ValueError unless all lie strictly between 0 and 1."""
+    """The thresholds without duplicates.
+
+    Raises ValueError unless all lie strictly between 0 and 1.
+    """
     values = numbers("epsilons", epsilons)
     require(
         len(values) > 0 and all(0 < eps < 1 for eps in values),
@@ -370,8 +396,9 @@ def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
 
 
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
-    """The targets, each once. Raises ValueError unless all are positions 1..T; they count from 1,
-    as in the paper.
+    """The targets without duplicates. They count from 1, as in the paper.
+
+    Raises ValueError unless all are positions in 1..T, where T is `length`.
     """
     values = numbers("targets", targets)
     require(

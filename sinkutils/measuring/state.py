@@ -1,4 +1,4 @@
-"""What is done to a model while it is measured, and how all of it is undone."""
+"""Changing a model while it is measured, and undoing all changes afterwards."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# A model is put in another state while it is measured, and models share configurations.
+# Measuring changes the state of a model, and different models may share a configuration. So only
+# one thread measures at a time.
 ONE_AT_A_TIME = threading.RLock()
 
 
 class LeftAsFound:
-    """Undoes what was done to a model when its context ends. Enter it twice, in one line:
+    """A context that undoes all changes to a model when it ends. Enter it twice, in one line:
 
         with ONE_AT_A_TIME, state, state:
 
-    An interrupt (^C) can come at any line, also while things are put back. Then the outer context
-    puts them back once more. For that, every step is noted before the change that it undoes, and
-    a step can be repeated. Entering changes nothing.
+    An interrupt (^C) can come at any line, even while the inner context undoes the changes. The
+    outer context then undoes them again. This works because every undo step is noted before its
+    change is made, and can be repeated. Entering the context changes nothing.
     """
 
     def __init__(self) -> None:
-        self.steps: list[Callable[[], Any]] = []
+        self.steps: list[Callable[[], Any]] = []  # undo steps, run in reverse order
 
     def __enter__(self) -> LeftAsFound:
         return self
@@ -36,8 +37,8 @@ class LeftAsFound:
             undo()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object or a class."""
-        if isinstance(owner, type) and name not in vars(owner):  # it is inherited
+        """Set an attribute of an object or a class until the context ends."""
+        if isinstance(owner, type) and name not in vars(owner):  # the class inherits it
             undo = partial(_forget, owner, name)
         else:
             undo = partial(setattr, owner, name, getattr(owner, name))
@@ -45,21 +46,21 @@ class LeftAsFound:
         setattr(owner, name, value)
 
     def evaluate(self, model: nn.Module) -> None:
-        """Put every module in eval mode, and compute no gradients."""
+        """Put every module in eval mode, and switch gradients off."""
         self.steps.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
-        # A frozen part may be in another mode than the whole: each module gets its own back.
-        # Not by `model.eval()`: a class may do more there, such as merging its adapters.
+        # Modules may be in different modes (a frozen part, for instance), so we note each one's.
+        # We do not call `model.eval()`: a class may do more there, such as merging its adapters.
         modes = [(module, module.training) for module in model.modules()]
         self.steps.append(partial(_set_modes, modes))
         _set_modes([(module, False) for module, _ in modes])
 
     def hook(self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None) -> None:
-        """Add a hook to those of a module, `module._forward_hooks` for instance.
+        """Add a hook to a module's table of hooks, for instance `module._forward_hooks`.
 
-        This is what `register_forward_hook` does, except that an interrupt cannot come between
-        the registration and the note of how to undo it. with_kwargs: the module's table of the
-        hooks that also take keyword arguments, if this one does.
+        It does the same as `register_forward_hook`, but notes how to remove the hook before it adds
+        it: no interrupt can come in between.
+        with_kwargs: the module's table of hooks that also take keyword arguments, if this one does.
         """
         tables = () if with_kwargs is None else with_kwargs
         handle = RemovableHandle(hooks, extra_dict=tables)
@@ -70,11 +71,12 @@ class LeftAsFound:
 
 
 def _forget(owner: type, name: str) -> None:
-    """Delete what a class did not define itself."""
+    """Delete an attribute that we set on a class, so that it inherits the attribute again."""
     if name in vars(owner):
         delattr(owner, name)
 
 
 def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Set each module's mode: True for training, False for eval."""
     for module, training in modes:
         vars(module)["training"] = training

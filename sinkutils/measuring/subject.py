@@ -1,4 +1,4 @@
-"""A language model together with what is needed to give it inputs as in its training."""
+"""A language model together with what it needs to get inputs like those of its training."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from sinkutils.measuring.report import Report
 from sinkutils.study.record import read_record
 from sinkutils.study.store import Runs
 
-X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what stands first
+X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what can stand first in an input
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A language model with what is needed to give it inputs as in its training."""
+    """A language model with what it needs to get inputs like those of its training."""
 
     name: str
     model: nn.Module
     tokenizer: Any
-    fixed_position: int | None = None  # where training put x_fix (Table 10 right)
-    corpus: str | Corpus = "docstrings"  # of natural text
-    length: int = 64  # T at which training measured it
-    bos_in_training: bool = False  # whether texts began with a BOS
+    fixed_position: int | None = None  # the position at which training put x_fix (Table 10 right)
+    corpus: str | Corpus = "docstrings"  # the source of natural text
+    length: int = 64  # the T at which the model was measured during training
+    bos_in_training: bool = False  # whether the training texts began with a BOS
 
     @property
     def firsts(self) -> tuple[str, ...]:
-        """What can stand first in an input: x_fix of training, plain text, a BOS if any."""
+        """What can stand first in an input: x_fix if training had one, plain text, BOS if any."""
         firsts = [TEXT]
         if self.fixed_position:
             firsts.insert(0, X_FIX)
@@ -48,9 +48,10 @@ class Subject:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """What stands first in the inputs whose numbers are shown, without being asked.
+        """What stands first in the inputs that are measured by default.
 
-        A model that was trained with a BOS is shown without it, as the paper has it, and with it.
+        It is x_fix or plain text. A model that was trained with a BOS is measured in two ways:
+        without it, as in the paper, and with it.
         """
         if self.bos_in_training and BOS in self.firsts:
             return (self.firsts[0], BOS)
@@ -59,16 +60,18 @@ class Subject:
     def inputs(
         self, kind: str | None = None, *sizes: int, first: str | None = None, **options: Any
     ) -> Tensor:
-        """A probe of Section 3.3 (n, length), by default with what training put first.
+        """The token ids (n, length) of a probe of Section 3.3.
 
-        sizes: n, length and seed; these and the options (texts) as `probes.probe` takes them. With
-        x_fix, "repeat" is x_fix at every position, one sequence: Propositions 1-4 take all tokens
-        to be equal, and another token repeated would have no sink for want of x_fix, whatever
-        repetition does. Raises ValueError for a `first` that the model does not have.
+        kind, sizes (n, length and seed) and options (texts): as in `probes.probe`.
+        first: one of `firsts`; None: what training put first.
+        With x_fix, the probe "repeat" is a single sequence of x_fix at every position. Propositions
+        1-4 assume that all tokens are equal. If another token was repeated, the sink would be
+        missing for lack of x_fix, and nothing would be learned about repetition.
+        Raises ValueError for a `first` that the model does not have.
         """
         first = first or self.firsts[0]
         bos = first == BOS
-        if not bos:  # of which `probe` says that the tokenizer has none
+        if not bos:  # for a BOS, `probe` itself raises the error if the tokenizer has none
             choice("first", first, self.firsts)
         ids = probe(kind, self.tokenizer, *sizes, bos=bos, corpus=self.corpus, **options)
         if first != X_FIX:
@@ -79,30 +82,31 @@ class Subject:
         return fix_position(ids, self.fixed_position, fix_id)
 
     def measure(self, ids: Tensor, **options: Any) -> Report:
-        """`measure.measure`, under this name."""
+        """Measure the model on ids, as `measure` does. The report has the model's name."""
         return measure(self.model, ids, name=self.name, **options)
 
 
 def adds_bos(tokenizer: Any) -> bool | None:
-    """Whether a tokenizer puts a BOS in front of a text; None: it has none."""
+    """Whether a tokenizer puts a BOS in front of a text by itself. None: it has no BOS."""
     try:
         bos = bos_id(tokenizer)
     except ValueError:
         return None
     encoded = tokenizer.encode("a")
-    ids = getattr(encoded, "ids", encoded)  # of tokenizers, or of transformers
+    ids = getattr(encoded, "ids", encoded)  # tokenizers returns an object, transformers a list
     return bool(ids[0] == bos)
 
 
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
-    """Any model that `load_lm` takes; of a record also its T and where a token was fixed.
+    """Load a model with all that a `Subject` has. A record also gives T and the fixed position.
 
-    options: of `load_lm`.
+    name, device, options: as in `load_lm`.
     """
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:
-        # Whether texts began with a BOS is known of some, else as the tokenizer has it.
+        # For some models we know whether training texts began with a BOS. For the others we assume
+        # that they did if the tokenizer puts one.
         known = REAL_MODELS.get(name.lower())
         bos = known.bos if known else bool(adds_bos(tokenizer))
         return Subject(Path(name).name, model, tokenizer, bos_in_training=bos)

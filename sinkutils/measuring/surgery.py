@@ -1,19 +1,20 @@
-"""Surgery on a trained model: cut into one forward pass, and see what becomes of sink and loss.
+"""Surgery on a trained model: change one forward pass, and see what happens to sink and loss.
 
-    untouched   what the others are compared with
-    edit        change h, q, k, v or an FFN's neurons on their way, by a function of yours
-    set_back    h_1's largest elements set to what other positions have there
-    hide        no query sees the first key
-    stream      a cache of the last keys, with or without the first
-    transplant  a key and a value from other texts in front of the text
+    untouched   change nothing: the baseline of all others
+    edit        change hidden states, q, k, v or an FFN's neurons by a function of your own
+    set_back    set the largest elements of h_1 to what other positions have in their place
+    hide        hide the first key from all queries
+    stream      let queries see only the last keys, with or without the first ones
+    transplant  put a key and a value that come from other texts in front of the text
 
-Nothing is trained, and the model is left as it was found. Attention is read as `measure` reads it,
-so that reports have its definition. `untouched`, `edit` and `set_back` take a `TransformerLM` or a
-causal LM of transformers; the other three need a KV cache and take the latter only.
+Nothing is trained, and afterwards the model is in its original state. Attention is read as in
+`measure`, so that the numbers of a report have the same definition. `untouched`, `edit` and
+`set_back` accept a `TransformerLM` or a causal LM of transformers. The other three need a KV cache,
+and accept only the latter.
 
-Before each operation a text of at most 16 tokens runs twice (`measure`'s check), and where a cache
-is needed one token. Layers, blocks and hidden dimensions count from 0 (as in `measure`), positions
-from 1.
+Each operation first runs a text of at most 16 tokens twice (the check of `measure`). If it needs a
+cache, it also runs one token. Layers, blocks and hidden dimensions count from 0, as in `measure`,
+and positions from 1.
 """
 
 from __future__ import annotations
@@ -43,34 +44,34 @@ from sinkutils.model.decoder import TransformerLM
 
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
 
-TARGETS = (1, 2)
-ELEMENTS = 2**27  # logits that a batch holds
+TARGETS = (1, 2)  # the keys k of Sink_k
+ELEMENTS = 2**27  # the most logits in memory at a time
 PLACES = ("block", "query", "key", "value", "neurons")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model computes under surgery."""
+    """The result of a forward pass under surgery."""
 
-    losses: Tensor  # (samples, T - 1): nats of tokens 2..T, or of the `last` of them
-    predicted: Tensor  # (samples, T - 1): the most likely token in the place of each
-    report: Report  # Sink_1, Sink_2; Sink_* of a transplanted or trained k*, a learned sink logit
+    losses: Tensor  # (samples, T - 1): the loss in nats of tokens 2..T, or of the `last` ones
+    predicted: Tensor  # (samples, T - 1): the most likely token at each of these positions
+    report: Report  # Sink_1 and Sink_2; Sink_* for k* (transplanted or trained) or a sink logit
 
     @property
     def loss(self) -> float:
-        """Nats a token, mean over what `losses` holds."""
+        """The mean of `losses`, in nats per token."""
         return float(self.losses.mean())
 
 
 def untouched(model: nn.Module, ids: Tensor, last: int | None = None) -> Outcome:
-    """The model as it is on ids (samples, T), what surgery is compared with.
+    """Run the unchanged model on ids (samples, T), as the baseline of every operation.
 
     last: how many tokens at the end are predicted (transformers models only); None: all but the
-        first. The logits of a long text cost as much as all blocks where a vocabulary is large.
+        first. With a large vocabulary, the logits of a long text cost as much as all blocks.
 
-    Raises ValueError, as all functions here do, for a model whose attention `measure` cannot read
-    through transformers' interface and, where keys and values are changed or hidden, for a model
-    that keeps anything else between tokens: linear layers, a second state, an index of keys.
+    Like all functions here, it raises ValueError for a model whose attention is not read through
+    transformers' interface. The functions that need a cache also refuse a model that keeps anything
+    but keys and values between tokens: linear layers, a second state, an index of keys.
     """
     with operating(model, ids) as capture:
         return run(capture, ids, last=last)
@@ -83,17 +84,19 @@ def edit(
     change: Callable[[Tensor], Tensor],
     layers: Sequence[int] | None = None,
 ) -> Outcome:
-    """Put change(x) in place of x, in some layers or in all, and let the model continue.
+    """Replace x by change(x) in some layers or in all, and let the model continue.
 
-    place: what x is, for a batch of B texts (all of `ids`, unless their logits need half a GiB):
+    place: says what x is, for a batch of B texts:
         "block"                  the hidden states that a block passes on, (B, T, d)
         "query", "key", "value"  after rotary, (B, H, T, D); keys and values may have fewer heads
-        "neurons"                what the FFN's second projection reads, (B, T, n)
-    change: gets a copy, which it may write into, and returns as much. Our own models with a sink
-        token have x* at the first position.
+        "neurons"                the input of the FFN's second projection, (B, T, n)
+        A batch has all of `ids`, unless their logits would need more than half a GiB.
+    change: a function that gets a copy of x, which it may modify, and returns a tensor of the same
+        shape. In our own models with a sink token, x* is at the first position.
+    layers: which layers, from 0; None: all.
 
-    Set the first token's hidden state after block 1 to half its size, or take the mean query off in
-    every block:
+    Two examples: halve the first token's hidden state after block 1, and subtract the mean query in
+    every block.
 
         def halve(h):
             h[:, 0] *= 0.5
@@ -106,9 +109,9 @@ def edit(
     with operating(model, ids) as source, ExitStack() as hooks:
         every = [*range(len(source.blocks))]
         if place in ("query", "key", "value"):
-            every = sorted(source.layers.values())  # of a hybrid model not all blocks
+            every = sorted(source.layers.values())  # a hybrid model has blocks without attention
         chosen = integers("layers", every if layers is None else layers, 0, every[-1])
-        chosen = list(dict.fromkeys(chosen))  # each once
+        chosen = list(dict.fromkeys(chosen))  # without duplicates
         require({*chosen} <= {*every}, f"attention is in layers {every} alone, got {chosen}")
         if place in ("query", "key", "value"):
             part = {"query": "q", "key": "k", "value": "v"}[place]
@@ -134,21 +137,21 @@ def edit_block(
         edited = changed(change, hidden)
         return edited if isinstance(output, Tensor) else (edited, *output[1:])
 
-    # First of all hooks, so that the report has the norms of what was changed.
+    # This hook comes first, so that the hook that measures norms sees the changed states.
     return block.register_forward_hook(source.here(after), prepend=True)
 
 
 def edit_neurons(
     source: OwnModel | Capture, block: nn.Module, change: Callable[[Tensor], Tensor]
 ) -> RemovableHandle:
-    """Change what the second projection of a block's FFN reads."""
+    """Change the input of the second projection of a block's FFN."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (changed(change, args[0]),)
 
     if isinstance(source, OwnModel):
         down = block.get_submodule("ffn.down")
-    else:
+    else:  # in transformers this layer has other names, so we find it by its sizes
         config = source.config.get_text_config()
         width = getattr(config, "hidden_size", None)
         neurons = getattr(config, "intermediate_size", None)
@@ -172,8 +175,9 @@ def set_back(
 ) -> Outcome:
     """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
 
-    dimensions: which, or how many of the largest there (`Report.first_elements`): massive
-    activations are the few dimensions above 1,000 times the median.
+    dimensions: a list of dimensions, or how many; then those are taken in which h_1 is largest
+        (`Report.first_elements`). Massive activations are the few dimensions with more than 1,000
+        times the median.
     """
     elements: Any = measure(model, ids).first_elements  # (blocks, d)
     blocks, width = elements.shape
@@ -198,9 +202,10 @@ def hide(
     last: int | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Outcome:
-    """Mask x_1 from the queries at positions `since`..T: does another token become the sink?
+    """Hide the first key from the queries at positions `since`..T. Does another key become a sink?
 
-    since: with 2 no other token sees x_1. Later: a cache that has held k_1 until then drops it.
+    since: with 2, no other token sees x_1. A later position simulates a cache that holds k_1 until
+        then and drops it.
     last: as in `untouched`.
     targets: the positions k of the report's Sink_k.
     """
@@ -214,10 +219,10 @@ def hide(
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
-    """Let each query see the last `window` keys, itself among them, and the first `sinks`.
+    """Let each query see only the last `window` keys, including its own, and the first `sinks` keys.
 
-    It is a streaming cache of window + sinks keys, with the positions that tokens have in the text.
-    Compare windows at one cache size: (128, 0), (127, 1), (124, 4).
+    This simulates a streaming cache of window + sinks keys. Tokens keep their positions in the
+    text. Compare settings of equal cache size, such as (128, 0), (127, 1) and (124, 4).
     """
     window = integer("window", window, least=1)
     sinks = integer("sinks", sinks, least=0)
@@ -232,13 +237,15 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
 def transplant(
     model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None
 ) -> Outcome:
-    """Put a key and a value k*, v* into the cache in front of each text, at every layer.
+    """Put a key k* and a value v* into the cache in front of each text, in every layer.
 
-    These are KV biases (Table 4) without training.
-    ids: (samples, T). donors: (n, any T), other texts: k* and v* are the means of their k_1 and
-    v_1. They stand where a token in front of the text would: the text has positions 2..T+1, and
-    rotary turns k_1 by no angle.
-    zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
+    They act as KV biases (Table 4) without training.
+    ids: (samples, T).
+    donors: (n, any T), other texts. In each layer, k* and v* are the means of their k_1 and v_1.
+    zero_values_from: v* = 0 from this layer on; 0 gives K biases everywhere.
+
+    k* and v* take the place of a token in front of the text. So the text has the positions 2..T+1,
+    and k* has the first, at which rotary does not turn a key.
     """
     with operating(model, ids, cache=True) as capture:
         check_positions(capture.model, capture.table, ids.shape[1] + 1)
@@ -256,7 +263,7 @@ def transplant(
             for index, layer in enumerate(layers):
                 k = layer.keys.mean(dim=0)  # (H_kv, 1, D)
                 v = layer.values.mean(dim=0)
-                # The same k* and v* in front of each text, (B, H_kv, 1, D): values may be narrower.
+                # All texts get the same k* and v*, (B, H_kv, 1, D). Values may have a smaller D.
                 k = k.expand(samples, -1, -1, -1)
                 v = v.expand(samples, -1, -1, -1)
                 filled.update(k, v, index)
@@ -267,15 +274,15 @@ def transplant(
 
 @contextmanager
 def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Any]:
-    """A model in eval mode, without gradients, whose attention is read; after it, as it was.
+    """A context in which the model is in eval mode, without gradients, and its attention is read.
 
-    cache: whether the operation needs that layers keep keys and values between tokens, and nothing
-    else.
-    Yields an `OwnModel` or a `Capture`.
+    When it ends, the model is in its original state. Yields an `OwnModel` or a `Capture`.
+    cache: whether the operation needs a model that keeps keys and values, and nothing else, between
+        tokens.
     """
     rows, _ = sequences(ids, None, TARGETS)
     state = LeftAsFound()
-    with ONE_AT_A_TIME, state, state:  # twice, as in `measure`
+    with ONE_AT_A_TIME, state, state:  # entered twice because of interrupts, see `LeftAsFound`
         state.evaluate(model)
         source: OwnModel | Capture
         if isinstance(model, TransformerLM):
@@ -286,7 +293,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
             source = OwnModel(model, Tally(TARGETS, ids.shape[1]))
         else:
             source = observe(model, Pass(), state)
-            state.set(source.config, "return_dict", True)  # outputs are read by name
+            state.set(source.config, "return_dict", True)  # we read output.logits
             if source.model.get_output_embeddings() is None:
                 raise ValueError(
                     "surgery needs a TransformerLM or a causal LM of transformers, got "
@@ -311,18 +318,18 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
 
 
 def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
-    """Whether the cache of a model holds keys and values of its attention layers, nothing else."""
+    """Whether the cache holds the keys and values of the attention layers, and nothing else."""
     past = cached(capture, ids)
-    if type(past) is not DynamicCache:  # a class of the family's own may keep more
+    if type(past) is not DynamicCache:  # a cache class of the family's own may hold more
         return False
-    if len(past.layers) != len(capture.layers):  # it has layers of another kind
+    if len(past.layers) != len(capture.layers):  # the cache has layers of another kind
         return False
     kinds = {type(layer) for layer in past.layers}
     return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def cached(capture: Capture, ids: Tensor) -> Any:
-    """What the model keeps of ids (n, T)."""
+    """The model's cache after a forward pass on ids (n, T); None if it returns none."""
     capture.start(ids)
     output = capture.base(ids.to(capture.device), use_cache=True)
     return getattr(output, "past_key_values", None)
@@ -337,18 +344,22 @@ def run(
     edit: Edit | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Outcome:
-    """Losses and shares of attention of ids (samples, T).
+    """Run the operation on ids (samples, T), and return its losses and its report.
 
-    source: an `OwnModel` or a `Capture`. cache: cache(B) is what a batch of B texts finds in front;
-    norms are then not taken. last: as in `untouched`. hidden: (T, T), the keys j that queries i do
-    not see.
+    source: an `OwnModel` or a `Capture`.
+    cache: a function; cache(B) makes the cache that stands in front of a batch of B texts. With it,
+        no norms are measured.
+    last: as in `untouched`.
+    hidden: (T, T), True where query i may not see key j.
+    edit: a change of q, k or v.
+    targets: the positions k of the report's Sink_k.
     """
     length = ids.shape[1]
     scored = length - 1 if last is None else integer("last", last, 1, length - 1)
     tally = Tally(check_targets(targets, length), length, norms=cache is None)
     losses = []
     predicted = []
-    # As many texts a batch as leave room for their logits
+    # The number of texts in a batch, so that their logits fit in memory
     logits_a_text = scored * source.vocabulary
     texts = max(1, ELEMENTS // logits_a_text)
     for batch in ids.to(source.device).split(texts):
@@ -357,7 +368,7 @@ def run(
             source.edit = edit
             logits = source.model(batch, source)
         else:
-            # A cache grows as the text runs: each batch gets a new one.
+            # The forward pass appends to the cache, so each batch needs a new one.
             past = cache(len(batch)) if cache else None
             front = past.get_seq_length() if past else 0
             source.doing = Measuring(tally, True, edit, hidden, front)
@@ -368,10 +379,10 @@ def run(
             output = source.model(batch, **options)
             source.finish()
             logits = output.logits
-        # Logits predict the token behind their own: those of the last one are left out.
+        # The logits at position i predict token i + 1, so those at the last position are left out.
         logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
         predicted.append(logits.argmax(dim=-1).cpu())
-        labels = batch[:, -scored:].long()  # of int32, too
+        labels = batch[:, -scored:].long()  # ids may be int32, which cross_entropy refuses
         nats = F.cross_entropy(logits.mT, labels, reduction="none")  # (B, scored)
         losses.append(nats.cpu())
     samples = torch.arange(len(ids))

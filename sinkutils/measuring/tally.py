@@ -1,11 +1,15 @@
-"""How a report comes about: sums over batches, and what our own model shows while it runs."""
+"""Collecting the numbers of a report, layer by layer and batch by batch.
+
+A `Tally` collects them. `OwnModel` runs a `TransformerLM` and adds to a tally what it shows; for
+models of transformers, `hf.Capture` and `passes.Measuring` do the same.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,14 +24,20 @@ from sinkutils.model.decoder import TransformerLM
 if TYPE_CHECKING:
     from sinkutils.measuring.hf import Capture
 
+# Numbers of each sample: name -> layer -> a list with one tensor (B, ..) per batch. For a kept map,
+# queries or keys, a pair (layer, head) stands in place of the layer.
+Values: TypeAlias = defaultdict[str, defaultdict[Any, list[Tensor]]]
+# Sums over samples: name -> layer -> (positions,) or (d,).
+Sums: TypeAlias = defaultdict[str, dict[int, Tensor]]
+
 
 def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
-    """alpha_k = mean over i = k..T of A_ik, (B, K, H), of shares A_ik (B, H, T, K).
+    """alpha_k, the mean over i = k..T of A_ik, with the shape (B, K, H).
 
-    columns: (K,), the 0-based positions of the keys.
+    shares: A_ik of the K keys, (B, H, T, K). columns: their 0-based positions, (K,).
     """
     rows = torch.arange(shares.shape[2], device=shares.device)
-    # Of a key k the rows i >= k count; those before see it through a prefix only.
+    # Only the rows i >= k count for key k. Earlier queries see it only in a prefix LM.
     counted = (rows[:, None] >= columns).to(shares.dtype)  # (T, K)
     sums = (shares * counted).sum(dim=2)  # (B, H, K)
     alpha = sums / counted.sum(dim=0)
@@ -35,31 +45,30 @@ def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
 
 
 def lower_median(x: Tensor) -> Tensor:
-    """torch.median of each row of x (rows, n); on a CPU numpy is eight times as fast."""
+    """torch.median of each row of x, (rows, n). On a CPU, NumPy computes it eight times faster."""
     if x.device.type != "cpu":
         return x.median(dim=1).values
     middle = (x.shape[1] - 1) // 2
-    # In each row the middle element stands where sorting would put it.
+    # `partition` sorts each row only so far that its middle element is in the right place.
     rows = np.partition(x.numpy(), middle, axis=1)
     return torch.from_numpy(rows[:, middle])
 
 
 @dataclass
 class Tally:
-    """A report in the making: numbers are added a layer and a batch at a time."""
+    """The numbers of a report so far. They are added one layer and one batch at a time."""
 
-    targets: tuple[int, ...]
-    length: int  # positions of the longest sequence
-    norms: bool = True
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, head), whose map, queries and keys are kept
+    targets: tuple[int, ...]  # the keys k, from 1
+    length: int  # of the longest sequence
+    norms: bool = True  # whether norms are measured
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) whose map, queries and keys are kept
 
     def __post_init__(self) -> None:
-        # name -> layer, or (layer, head) that is kept -> a (B, ..) for each batch
-        self.values: Any = defaultdict(lambda: defaultdict(list))
-        self.sums: Any = defaultdict(dict)  # name -> layer -> (positions,) or (d,), over samples
+        self.values: Values = defaultdict(lambda: defaultdict(list))
+        self.sums: Sums = defaultdict(dict)
 
     def heads_of(self, layer: int, count: int) -> list[int]:
-        """The chosen heads of a layer that has `count`."""
+        """The heads of this layer that are kept. count: how many heads the layer has."""
         chosen = []
         for of_layer, head in self.heads:
             if of_layer == layer and 0 <= head < count:
@@ -67,11 +76,14 @@ class Tally:
         return chosen
 
     def columns(self, device: torch.device) -> Tensor:
-        """The targets' 0-based positions, (K,)."""
+        """The 0-based positions of the targets, (K,)."""
         return torch.tensor(self.targets, device=device) - 1
 
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
-        """Add the l2-norms of x (B, H, T, D), mean over heads."""
+        """Add the l2-norms of the vectors in x, (B, H, T, D), as a mean over heads.
+
+        name: "key", for instance, for the sums called "key_norms".
+        """
         if not self.norms:
             return
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -79,53 +91,57 @@ class Tally:
         self._sum(f"{name}_norms", layer, self._padded(norms.mean(dim=1)))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Add a block's output (B, S, T, d), of S streams.
+        """Add the norms and the largest elements of a block's output.
 
-        Of it: its norms, and the magnitude of the largest element at each position over the median
-        one of the sequence (Sun et al. 2024).
+        hidden: (B, S, T, d), with S residual streams. The largest |element| at each position is
+        divided by the median |element| of the sequence (Sun et al. 2024).
         """
         if not self.norms:
             return
         self.add_norms("hidden", layer, hidden)
         sizes = hidden.abs().float()  # (B, S, T, d)
         median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
-        median = median.clamp(min=1e-30)  # it divides
+        median = median.clamp(min=1e-30)  # avoids a division by zero
         peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
         self._sum("hidden_peaks", layer, self._padded(peaks))
         first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
         self._sum("first_elements", layer, first)
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
-        """Add rows (B, n) of a layer to the sum over samples."""
+        """Add the rows (B, n) of a batch to a layer's sum over samples."""
         sums = self.sums[name]
         sums[layer] = sums.get(layer, 0) + rows.sum(dim=0).float()
 
     def _padded(self, values: Tensor, axes: int = 1) -> Tensor:
-        """Values by position, with zeros up to the longest sequence, along the last axes."""
+        """Pad the last axis, or the last two, with zeros up to the longest sequence's length."""
         behind = self.length - values.shape[-1]
         return F.pad(values, (0, behind) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add norms of k and v (B, H or fewer, T, D); keep q (B, H, T, D) and k of chosen heads."""
+        """Add the norms of k and v, and keep q and k of the chosen heads.
+
+        q: (B, H, T, D). k, v: (B, H or fewer, T, D).
+        """
         self.add_norms("key", layer, k)
         self.add_norms("value", layer, v)
-        # A key's head is found by its group, as in GQA H query heads share fewer keys.
-        group = q.shape[1] // k.shape[1]  # query heads that share a key
+        # In grouped-query attention, `group` query heads share one key head.
+        group = q.shape[1] // k.shape[1]
         for head in self.heads_of(layer, q.shape[1]):
             self._keep("queries", layer, head, q[:, head])
             self._keep("keys", layer, head, k[:, head // group])
 
     def _keep(self, name: str, layer: int, head: int, x: Tensor) -> None:
-        """Keep the queries or keys (B, T, D) of a head."""
+        """Keep the queries or keys of one head, (B, T, D). name: "queries" or "keys"."""
         padded = self._padded(x.float().mT).mT  # (B, longest, D)
         self.values[name][layer, head].append(padded.cpu())
 
     def reduced(self, layer: int, weights: Tensor, star: bool = False) -> tuple[Tensor, ...]:
-        """What is kept of a layer's attention weights (B, H, R, T) of R queries.
+        """Reduce attention weights to the parts that are kept, for `add_weights`.
 
-        The shares of the targets, (B, H, R, K), and the maps of the chosen heads, (B, chosen, R, T).
-        star: also what each row lacks to one, (B, H, R), which is the share of a learned sink logit
-        or of keys in front of the text.
+        weights: (B, H, R, T), of R queries of a layer.
+        Returns the targets' columns, (B, H, R, K), and the maps of the chosen heads, (B, chosen, R,
+        T). With `star` it also returns what each row lacks to sum to one, (B, H, R): the attention
+        to a learned sink logit, or to keys in front of the text.
         """
         wide = torch.promote_types(weights.dtype, torch.float32)
         shares = weights[..., self.columns(weights.device)].to(wide)
@@ -136,7 +152,7 @@ class Tally:
         return shares, maps, 1 - weights.sum(dim=-1, dtype=wide)
 
     def add_weights(self, layer: int, parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Add a layer's attention, of which `reduced` gave the parts, for some queries each."""
+        """Add the attention of a layer. parts: one result of `reduced` per chunk of queries."""
         shares, maps, *star = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         self.add_shares(layer, shares)
         if star:
@@ -147,17 +163,20 @@ class Tally:
             self.values["map"][layer, head].append(of_head.cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
-        """Add alpha from the targets' A_ik, (B, H, T, K)."""
+        """Add alpha_k. shares: A_ik of the targets, (B, H, T, K)."""
         alpha = mean_over_queries(shares, self.columns(shares.device))
         self.values["alpha"][layer].append(alpha.float())
 
     def add_star(self, layer: int, star: Tensor) -> None:
-        """Add the share (B, H, T) of k*, x* or a learned sink logit."""
-        alpha = star.mean(dim=-1)  # over all queries: (B, H)
+        """Add alpha_*. star: the attention to k*, x* or a learned sink logit, (B, H, T)."""
+        alpha = star.mean(dim=-1)  # all queries see it: (B, H)
         self.values["star"][layer].append(alpha.float())
 
     def refuse_heads(self) -> None:
-        """Raise ValueError for chosen (layer, head) pairs that did not run in the first batch."""
+        """Raise ValueError for chosen (layer, head) pairs that the model does not have.
+
+        This is known once the first batch has run.
+        """
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.values["map"]]
         first_layer = next(iter(alphas.values()))
@@ -175,10 +194,12 @@ class Tally:
         lengths: Tensor,
         epsilons: tuple[float, ...],
     ) -> Report:
-        """The report of all that was added.
+        """Make the report from all numbers that were added.
 
-        source: what ran the model. places: (samples,), where each sample stands among those of all
-        batches. lengths: (samples,). Raises NotFinite, and ValueError for layers with different
+        source: what ran the model.
+        places: (samples,), the index of each sample in the order in which the samples ran.
+        lengths: (samples,), the length of each sample.
+        Raises NotFinite for nan and infinite numbers, and ValueError if layers have different
         numbers of heads.
         """
         values = self._in_order(places)
@@ -192,13 +213,14 @@ class Tally:
         fields = self._means(lengths)
         fields["path"] = source.path
         if "star" in values:
-            # Some models have sink logits in some layers only: in the others they take nothing.
+            # Some models have sink logits only in some layers. In the others alpha_* is 0.
             nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
             stars = [values["star"].get(layer, nothing) for layer in alphas]
             fields["star"] = torch.stack(stars, dim=1)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
-        queries = values["queries"]  # empty, as the keys, where a model shows weights alone
+        # These two are empty if the model's modules show their weights alone.
+        queries = values["queries"]
         keys = values["keys"]
         kept = {}
         for pair, weights in values["map"].items():
@@ -212,7 +234,7 @@ class Tally:
         return report
 
     def _in_order(self, places: Tensor) -> Any:
-        """As `values`, but of all batches: (samples, ..), in the order of the ids."""
+        """Join the batches of `values` to tensors (samples, ..), in the order of the ids."""
         values: Any = defaultdict(dict)
         for name, by_layer in self.values.items():
             for layer, batches in sorted(by_layer.items()):
@@ -221,22 +243,23 @@ class Tally:
         return values
 
     def _means(self, lengths: Tensor) -> dict[str, Any]:
-        """The means over samples of norms and elements, by their names in a report."""
-        # Of sequences of unequal lengths, a mean is over those that have the position.
+        """The means over samples of norms and elements, under the names of the report's fields."""
+        # If lengths differ, the mean at a position is over the sequences that are long enough.
         positions = torch.arange(self.length, device="cpu")
-        samples = (lengths[:, None] > positions).sum(dim=0)  # by position
+        samples = (lengths[:, None] > positions).sum(dim=0)  # how many these are, (positions,)
         means: dict[str, Any] = {}
         for name, sums in self.sums.items():
-            count = samples[:1] if name == "first_elements" else samples  # all have the first
+            # `first_elements` is about the first position, which every sequence has.
+            count = samples[:1] if name == "first_elements" else samples
             totals = [sums[layer].cpu() for layer in sorted(sums)]
             means[name] = torch.stack(totals) / count
-        if self.norms:  # the embedding was added as layer 0
+        if self.norms:  # the embedding was added under layer 0
             means["embedding_norms"] = means["embedding_norms"][0]
         return means
 
 
 def why_not_finite(model: nn.Module) -> str:
-    """What is not finite in a model whose attention is not."""
+    """Why a model's attention is nan or infinite, for the message of NotFinite."""
     for name, weight in model.named_parameters():
         if weight.is_meta or not weight.is_floating_point():
             continue
@@ -249,7 +272,7 @@ def why_not_finite(model: nn.Module) -> str:
 
 @dataclass
 class Edit:
-    """Of surgery: change(x) in place of the queries, keys or values of some layers."""
+    """An operation of surgery: replace the queries, keys or values x of some layers by change(x)."""
 
     part: str  # "q", "k" or "v"
     layers: Collection[int]
@@ -257,7 +280,7 @@ class Edit:
 
 
 def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """change(x), of a copy. Raises ValueError for what cannot stand in the place of x."""
+    """change(x), computed on a copy. Raises ValueError if the result cannot replace x."""
     result = change(x.clone())
     instance("what change returns", result, Tensor)
     require(
@@ -268,10 +291,14 @@ def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class OwnModel:
-    """Adds to a tally what a `TransformerLM` shows while it runs, a map at a time."""
+    """An observer of a `TransformerLM` that adds to a tally what the model shows while it runs.
 
-    path = "dense"
-    tokens_a_batch = 2**27  # as many as one likes: no logits are computed
+    The model calls `embedding`, then `attention` and `block` in each block. It has the same
+    attributes as `hf.Capture`, so that `measure` and surgery use either one.
+    """
+
+    path = "dense"  # how alpha is computed
+    tokens_a_batch = 2**27  # no limit in practice, because no logits are computed
     edit: Edit | None = None
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
@@ -286,18 +313,18 @@ class OwnModel:
         self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
-        """Our own model is causal, and computes what it shows."""
+        """Nothing to check: our own model is causal, and shows the attention that it computes."""
 
     def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook as it is: a model of ours is not shared by threads."""
+        """Returns the hook unchanged, because threads do not share our own models."""
         return function
 
     def run(self, ids: Tensor) -> None:
-        """One forward pass of ids (B, T)."""
+        """Run one forward pass on ids (B, T)."""
         self.model.hidden(ids.to(self.device), self)
 
     def _text(self, hidden: Tensor) -> Tensor:
-        """Hidden states without those of x*, as one stream, (B, 1, T, d)."""
+        """The hidden states of the text, without x*, as one residual stream: (B, 1, T, d)."""
         return hidden[:, None, self.first :]
 
     def embedding(self, hidden: Tensor) -> None:
@@ -314,14 +341,16 @@ class OwnModel:
     ) -> None:
         if self.edit is not None and layer in self.edit.layers:
             part = {"q": q, "k": k, "v": v}[self.edit.part]
-            part.copy_(changed(self.edit.change, part))  # the model goes on with what it shows
+            # Surgery is the one case in which we do more than observe. We write into the tensors
+            # that the model has handed us, and it computes its output from them.
+            part.copy_(changed(self.edit.change, part))
         tally = self.tally
         first = self.first
         of_text = [x[:, :, first:] for x in (q, k, v)]
         tally.add_qkv(layer, *of_text)
-        # Not the row of x*, which sees itself alone.
+        # Without the row of x*, which sees only itself: (B, H, T, S)
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
-        # Columns are k* or x*, where there is one, and then the text's keys.
+        # The columns are k* or x*, if there is one, followed by the T keys of the text.
         length = shares.shape[2]
         tally.add_weights(layer, [tally.reduced(layer, shares[..., -length:])])
         if first or spec.has_star:
@@ -329,34 +358,35 @@ class OwnModel:
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, self._text(hidden))
-        if before_norm is not hidden:  # post-norm: Eq. 3 before its last norm
+        if before_norm is not hidden:  # a post-norm block: the sum before its last norm (Eq. 3)
             self.tally.add_norms("before_norm", layer, self._text(before_norm))
 
 
 def attention_shares(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Mapping[str, Any]
 ) -> Tensor:
-    """What alpha is the mean of, (B, H, T, S), in float64: |A_ij| over its row sum.
+    """The shares of attention from which alpha is computed, (B, H, T, S), in float64.
 
-    Of a softmax that is A_ij; where weights do not sum to one, the proxy score of Section 7.4. The
-    rows of softpick sum to less than one, and are taken as they are. The arguments are those of
-    `attend`.
+    A share is |A_ij| divided by its row's sum. For softmax it is A_ij itself, and for weights that
+    do not sum to one it is the proxy score of Section 7.4. Softpick is an exception: its rows sum
+    to at most one, and are used as they are. The arguments are those of `attend`.
     """
-    # In float64 exp of a logit does not overflow below 709. An Apple GPU has no float64.
+    # In float64, exp(s) does not overflow for logits s up to 709. Apple GPUs have no float64.
     device = torch.device("cpu") if q.device.type == "mps" else q.device
 
     def widened(x: Tensor) -> Tensor:
         return x.to(device).double()
 
     def learned_kernel(x: Tensor) -> Tensor:
-        return widened(extras["mlp"](x.to(q)))  # it keeps the model's precision
+        return widened(extras["mlp"](x.to(q)))  # the MLP runs in the model's own precision
 
     wide_extras: dict[str, Any] = {}
     for name, x in extras.items():
         wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
     _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
     weights = weights.abs()
-    # What a row of softpick lacks to `scale` is on no key, and is not shared out among them.
+    # A row of softpick may sum to less than `scale`. The rest is attention to no key, and must not
+    # be distributed over the keys.
     if spec.similarity == "softpick":
         return weights / spec.scale
     return divide(weights, weights.sum(dim=-1, keepdim=True))

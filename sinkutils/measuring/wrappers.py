@@ -1,4 +1,4 @@
-"""Models as they are handed over: what is around one of transformers, and whether it does more."""
+"""Finding the transformers model inside its wrappers (torch.compile, PEFT), and what to call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from sinkutils.measuring.families import INTERFACE, home_of
 
 
 def handed_over(model: Any) -> tuple[nn.Module, Any]:
-    """The module to run, and the model of transformers in it.
+    """The module that we run, and the transformers model inside.
 
-    The former is as far inside as nothing is passed by: `base_model` (which saves the logits),
-    unless something was done to what is around it, such as another forward or a hook.
+    We would like to run `base_model`, which computes no logits. But if a module around it does more
+    than its library's code, such as a hook or a forward of the user, we have to run the outermost
+    such module.
+    Raises ValueError if there is no transformers model inside, or it cannot be measured.
     """
-    # torch.compile(model)._orig_mod and PeftModel.get_base_model(), as often as they are nested.
-    around = [model]  # wrappers of torch.compile and PEFT, outermost first, and the model in them
+    around = [model]  # the wrappers, outermost first, and the model inside them
     while inner := _inside(around[-1]):
         around.append(inner)
     inner = around[-1]
@@ -40,7 +41,10 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
 
 
 def _inside(model: Any) -> Any:
-    """What a wrapper of torch.compile or PEFT is around. Raises ValueError for learned prompts."""
+    """The model inside a wrapper of torch.compile or PEFT; None if `model` is no wrapper.
+
+    Raises ValueError for PEFT's learned prompts, which stand in front of the ids.
+    """
     if hasattr(model, "_orig_mod"):
         return model._orig_mod
     if not hasattr(model, "get_base_model"):
@@ -54,13 +58,15 @@ def _inside(model: Any) -> Any:
 
 
 def _does_more(module: nn.Module) -> bool:
-    """Whether a call of a module does more than run its library's code on what is inside.
+    """Whether calling a module does more than run its library's code on the model inside.
 
-    FSDP2 gathers weights only for passes through its root.
+    A hook or a forward of the user does more. So does FSDP2: it gathers weights only if the pass
+    goes through its root module.
     """
     if refusals.is_sharded(module) or module._forward_hooks or module._forward_pre_hooks:
         return True
-    # A forward of the instance comes before the class's; decorators keep what they wrap.
+    # A forward that is set on the instance overrides the class's. A decorated function keeps the
+    # original one in `__wrapped__`.
     forward = vars(module).get("forward", type(module).forward)
     while forward is not None:
         if not home_of(forward).startswith(("transformers.", "peft.", "torch.")):
