@@ -280,7 +280,7 @@ class Report:
 
     @property
     def _shares(self) -> dict[int | str, Tensor]:
-        """Target -> alpha_k and, if measured, "star" -> alpha_*. Each is (samples, layers, heads)."""
+        """Target -> alpha_k; if measured, "star" -> alpha_*. Each is (samples, layers, heads)."""
         shares: dict[int | str, Tensor] = {}
         for index, k in enumerate(self.targets):
             shares[k] = self.alpha[:, index]

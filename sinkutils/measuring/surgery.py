@@ -219,7 +219,7 @@ def hide(
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
-    """Let each query see only the last `window` keys, including its own, and the first `sinks` keys.
+    """Let each query see only the last `window` keys, including its own, and the first `sinks`.
 
     This simulates a streaming cache of window + sinks keys. Tokens keep their positions in the
     text. Compare settings of equal cache size, such as (128, 0), (127, 1) and (124, 4).

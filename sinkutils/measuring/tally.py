@@ -272,7 +272,7 @@ def why_not_finite(model: nn.Module) -> str:
 
 @dataclass
 class Edit:
-    """An operation of surgery: replace the queries, keys or values x of some layers by change(x)."""
+    """An operation of surgery: replace x, the q, k or v of some layers, by change(x)."""
 
     part: str  # "q", "k" or "v"
     layers: Collection[int]

@@ -1,4 +1,4 @@
-"""The figures that several notebooks share, interactive pictures, and one page about a model."""
+"""Figures that several notebooks share, interactive pictures, and an HTML page about a model."""
 
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 

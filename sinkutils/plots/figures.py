@@ -1,4 +1,4 @@
-"""Two figures that several pages share: every head as a dot over its block; an attention map."""
+"""Two figures that several notebooks share: one dot per head over its block, and attention maps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from matplotlib.ticker import MaxNLocator
 from sinkutils.checks import require
 from sinkutils.plots.theme import COLORS
 
-SHADES = "magma_r"  # of all maps: much is dark; in even steps, so that it also reads in grey
-EPSILON = 0.3  # of the metric
+# The colour map of all attention maps: dark means much attention. Its lightness changes evenly, so
+# that a map can also be read in grey.
+SHADES = "magma_r"
+EPSILON = 0.3  # the metric's threshold
 
 
 def heads_by_block(
@@ -24,18 +26,19 @@ def heads_by_block(
     layers: Sequence[int] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a dot per head at the height of its mean attention, block by block.
+    """Draw each head as a dot over its block, at the height of its mean attention.
 
-    A dashed line is at the metric's epsilon; dots of one block are spread sideways in their order.
-    heads: alpha_1, (layers, heads), as an array or tensor. layers: which blocks these are, from 0;
-    None: all of them.
+    The dashed line is the metric's threshold. The heads of a block stand side by side in their
+    order.
+    heads: alpha_1, (layers, heads), as an array or tensor.
+    layers: the indices of the blocks, from 0, if some blocks have no attention; None: 0, 1, 2, ..
     """
     alpha = np.asarray(heads, dtype=float)
     require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
     if layers is None:
         layers = range(len(alpha))
     blocks = 1 + np.array(layers)
-    # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
+    # The dots of block b lie around x = b, in the middle 70 % of its width: (layers, heads)
     heads_per_block = alpha.shape[1]
     middles = np.arange(heads_per_block) + 0.5
     sideways = middles / heads_per_block - 0.5  # from -0.5 to 0.5
@@ -50,18 +53,19 @@ def heads_by_block(
 
 
 def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
-    """Draw A_ij, queries down and keys across, on a square-root scale, so that small weights show.
+    """Draw an attention map A_ij, with a row per query and a column per key.
 
-    weights: (T, T), from 0 to 1; keys behind their query stay white, and the first key is framed.
-    tokens: the T names for the edges; None: their positions.
+    The colours are on a square-root scale, so that small weights can be seen. The first key is
+    framed. Keys after the query are left white.
+    weights: (T, T), from 0 to 1. tokens: T labels for both axes; None: the positions.
     """
-    squares = np.asarray(weights, dtype=float).copy()  # to write into
+    squares = np.asarray(weights, dtype=float).copy()  # a copy, because we write into it
     length = len(squares)
     require(
         squares.shape == (length, length),
         f"weights must have the shape (T, T), got {squares.shape}",
     )
-    squares[np.triu_indices(length, 1)] = np.nan  # no key behind its query
+    squares[np.triu_indices(length, 1)] = np.nan  # keys after the query are not drawn
     square_root = PowerNorm(0.5, vmin=0, vmax=1)
     ax.imshow(squares, cmap=SHADES, norm=square_root, interpolation="nearest")
     frame = Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
@@ -78,7 +82,10 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
 
 
 def token_label(token: int, tokenizer: Any = None) -> str:
-    """A token as it is written, in at most eight letters that show blanks; else its id."""
+    """A token's text as a label of at most eight characters; without a tokenizer, its id.
+
+    Line breaks, tabs and blanks are shown by visible characters.
+    """
     if tokenizer is None:
         return str(token)
     text = tokenizer.decode([token], skip_special_tokens=False)

@@ -1,10 +1,9 @@
-"""Pictures that answer to hands, with no kernel and no network:
-attention along training, and in every head of a model.
+"""Interactive pictures: attention along a training, and the attention of every head of a model.
 
-A notebook keeps each as a PNG and as HTML with a script that draws it
-anew, in JupyterLab, nbviewer and the book alike. Where scripts are
-stripped (an untrusted notebook, a PDF), the PNG stays. The lab
-(docs/lab) shows heads, maps and the toy by the same SCRIPTS.
+They need neither a kernel nor a network. A notebook stores each one twice, as a PNG and as HTML
+with a script. In JupyterLab, in nbviewer and in the book, the script draws the picture again, with
+controls. Where scripts are removed (an untrusted notebook, a PDF), the PNG remains. The lab
+(docs/lab) draws heads, maps and the toy by the same SCRIPTS.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from sinkutils.measuring.measure import measure, sequences
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
-MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are compressed
-FEWEST_TOKENS = 8  # to which the text of a model with many heads is cut for that
-# Of shares from 0 to 1
+MOST_WEIGHTS = 80_000  # the most attention weights in a picture; one byte each, then compressed
+FEWEST_TOKENS = 8  # a model with many heads gets a shorter text, but at least so many tokens
+# The colours of 33 even steps from 0 to 1, in which weights are drawn
 PALETTE = [to_hex(color) for color in mpl.colormaps[SHADES](np.linspace(0, 1, 33))]
-SCRIPTS = ("inflate.js", "draw.js", "toy.js")  # interactive.js uses them
+SCRIPTS = ("inflate.js", "draw.js", "toy.js")  # what interactive.js needs
 PAGE = Template("""
 <figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">
 <div style="overflow-x:auto">
@@ -49,12 +48,13 @@ $script})(document.currentScript.parentElement,"$kind",$data)</script></figure>
 
 @dataclass(frozen=True)
 class Interactive:
-    """A still figure, with an alt text (`alt_text`), a caption,
-    and what the script needs to bring it to life.
+    """An interactive picture: a still figure, a caption, and the data from which a script draws.
+
+    Its alt text is that of the figure (`alt_text`).
     """
 
-    kind: str  # of KINDS in interactive.js
-    data: Mapping[str, Any]
+    kind: str  # a name in KINDS of interactive.js
+    data: Mapping[str, Any]  # what the script needs
     figure: Figure
     caption: str
 
@@ -79,12 +79,12 @@ class Interactive:
 
 
 def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
-    """Play back how a sink emerges: every head's mean
-    attention to token 1 along training, one row per run.
+    """Show how a sink emerges: each head's mean attention to token 1 along a training.
 
-    courses: by title, (evaluations, layers, heads), such as
-    `record.arrays["curve"][:, 0]`, which is of token 1.
-    steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
+    courses: title -> the attention of a run, (evaluations, layers, heads). In a record it is
+        `record.arrays["curve"][:, 0]`, where index 0 stands for token 1. Each run gets a row.
+    steps: the training step of each evaluation.
+    Raises ValueError for a run with another number of evaluations.
     """
     instance("courses", courses, Mapping)
     require(len(courses) > 0, "courses must have at least one")
@@ -104,18 +104,18 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
                 len(alpha) == len(steps),
                 f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
             )
-            # The script draws one frame a step, of all heads in a row.
+            # The script draws one frame per evaluation. A frame lists all heads, block by block.
             frames = alpha.reshape(len(steps), -1).round(3).tolist()
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
             runs.append({"name": title, "H": alpha.shape[2], "frames": frames, "means": means})
             heads_by_block(alpha[-1], ax=dots)
             dots.set_ylabel("attention to token 1")
-            dots.label_outer()  # the blocks are named below the last row alone
+            dots.label_outer()  # only the last row has labels below
             dots.set_title(printable(title), parse_math=False)
             line.plot(steps, means, color=COLORS["first"], linewidth=2.5)
             line.set(ylim=(0, 1), ylabel="mean of all heads")
         line.set(xlabel="training step")
-        line.xaxis.set_major_locator(MaxNLocator(4))  # more numbers than these would touch
+        line.xaxis.set_major_locator(MaxNLocator(4))  # with more ticks, the numbers would touch
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
         "Attention of every head to token 1 at the end of training, and its mean along training: "
@@ -137,14 +137,16 @@ def explore(
     length: int = 32,
     head: tuple[int, int] | None = None,
 ) -> Interactive:
-    """Show where a model looks: choose a head by its alpha_1,
-    see its attention map with tokens, follow a query.
+    """Explore a model's attention: choose a head by its alpha_1, see its map, follow a query.
 
-    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as
-    many texts as one output can carry. tokenizer: names the tokens, else their ids do. A still
-    picture where scripts do not run. head: (block, head), from 1, at which it starts; None: that
-    with the largest alpha_1 of the first text. Raises ValueError as `measure` does, for a length
-    that is no positive integer, and for a head that is not there.
+    Where scripts do not run, it is a still picture.
+    ids: (samples, T). As many texts are shown as fit in one output.
+    name: the name of the model, for the titles.
+    tokenizer: gives the text of the tokens; None: their ids are shown.
+    length: how many tokens of each text are shown. A model with many heads shows fewer.
+    head: the (block, head), from 1, that is shown first; None: the one with the largest alpha_1 on
+        the first text.
+    Raises ValueError like `measure`, and for an invalid length or head.
     """
     length = integer("length", length, least=1)
     sequences(ids, None, (1,))
@@ -163,8 +165,9 @@ def explore(
             isinstance(head, Iterable) and tuple(head) in names,
             f"head must be (block, head), up to {names[-1]}, got {head!r}",
         )
-    # How many tokens of a text, and then how many texts, a picture can carry of all heads
-    room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
+    # A causal map of T tokens has about T^2 / 2 weights. From this follows how many tokens, and
+    # then how many texts, a picture can hold for all heads.
+    room = 2 * MOST_WEIGHTS // len(heads)
     fit = max(FEWEST_TOKENS, int(room**0.5))
     shown = min(length, ids.shape[1], fit)
     texts = max(1, room // shown**2)
@@ -216,13 +219,15 @@ def explore(
 def maps_of(
     model: nn.Module, ids: Tensor, heads: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, bytes]:
-    """The maps of these (layer, head), (texts, heads, T, T), and
-    what a script draws them of: their causal halves in shades of PALETTE.
+    """The attention maps of some heads, as numbers and as bytes for the script.
+
+    heads: (layer, head) pairs. Returns the weights, (texts, heads, T, T), and their causal halves,
+    row by row, with one byte per weight: an index into PALETTE.
     """
     kept = measure(model, ids, heads=heads, norms=False).kept
     maps = [kept[head].map for head in heads]
     weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
-    roots = np.sqrt(np.clip(weights, 0, 1))  # as the still map
+    roots = np.sqrt(np.clip(weights, 0, 1))  # the same square-root scale as `attention_map`
     levels = roots * (len(PALETTE) - 1)
     shades = np.rint(levels).astype(np.uint8)
     queries, keys = np.tril_indices(ids.shape[1])

@@ -1,4 +1,4 @@
-"""One page about a model: its sink on several inputs, head by head, beside other models."""
+"""An HTML page about one model: its sink on several inputs, head by head, beside other models."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from sinkutils.measuring.subject import adds_bos
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, json_in_html, printable
 
-# The text of the maps: our own words.
+# The text of the attention maps, in our own words.
 SAMPLE = (
     "A sink is where water goes when nobody needs it. A head of attention has to put its weight "
     "somewhere too: its shares sum to one, whether or not the text holds what it looks for. Most "
     "heads of a trained model put what is left over on the first token, and that token learns to "
     "carry nothing."
 )
-INK = "#010203"  # what a figure draws in this colour takes that of the page's text, light or dark
+# A placeholder: `_svg` replaces this colour by the page's text colour, light or dark.
+INK = "#010203"
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-CURVES = {  # of hidden states, keys and values
+CURVES = {  # the colours of hidden states, keys and values
     "h": COLORS["first"],
     "k": COLORS["other"],
     "v": COLORS["baseline"],
 }
-MAP_TOKENS = 24
-EPS = 0.3  # of Sink_1 on the page
-PACKAGES = ("sinkutils", "torch", "transformers")
-ABSENT = "–"
+MAP_TOKENS = 24  # in an attention map
+EPS = 0.3  # the threshold of Sink_1 on the page
+PACKAGES = ("sinkutils", "torch", "transformers")  # whose versions the page names
+ABSENT = "–"  # in the place of a number that was not measured
 
 
 def report_model(
@@ -59,12 +60,13 @@ def report_model(
     length: int = 64,
     beside: Mapping[str, Report] | None = None,
 ) -> str:
-    """Measure a model on the three probes, with and without a BOS, and write its page.
+    """Measure a model on the three probes, with and without a BOS, and return an HTML page.
 
-    tokenizer: None where there is none; the page is of random and repeated ids then.
-    texts: natural text of one's own, cut into windows. n, length: texts per probe and
-        tokens per text. beside: of `report_page`.
-    Raises ValueError as `probe` and `measure` do.
+    tokenizer: None if there is none. The page is then about random and repeated ids only.
+    texts: your own natural text, which is cut into windows; None: docstrings.
+    n, length: texts per probe, and tokens per text.
+    beside: as in `report_page`.
+    Raises ValueError like `probe` and `measure`.
     """
     texts = None if texts is None else list(texts)
     if tokenizer is None:
@@ -77,7 +79,7 @@ def report_model(
         source = "none: there is no tokenizer"
         ids = inputs[title][0]
     else:
-        # Maps are drawn of a sentence, as random tokens would say nothing beside a row.
+        # The maps show a sentence, because random tokens would make labels without a meaning.
         source, text = "docstrings", SAMPLE
         if texts:
             source, text = "given by the user", texts[0]
@@ -103,13 +105,16 @@ def report_page(
     facts: Mapping[str, str] | None = None,
     maps: str = ABSENT,
 ) -> str:
-    """One self-contained HTML page about a model; its numbers are also inside, as JSON.
+    """A self-contained HTML page about a model. It also contains its numbers as JSON.
 
-    It needs neither scripts nor a network.
-    reports: of one kind of input, or several by title, the main one first. beside: reports of other
-    models by name. facts: how it was measured. maps: figures of attention maps, as SVG.
-    Raises ValueError where the first token was not among the targets, and for another model of the
-    same name.
+    The page needs neither scripts nor a network.
+    reports: one report, or several by the title of their input, the main one first.
+    name: the name of the model.
+    beside: reports of other models, by name.
+    facts: how the model was measured, as title -> text.
+    maps: figures of attention maps, as SVG.
+    Raises ValueError if the first token is not among the targets, or if two models have the same
+    name.
     """
     if isinstance(reports, Report):
         reports = {"input": reports}
@@ -141,7 +146,7 @@ def report_page(
         "facts": dict(facts) or None,
     }
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    # Figures are SVG in one colour that `_svg` makes the page's own: they follow a dark page.
+    # Text and axes are drawn in the placeholder INK, so that figures also suit a dark page.
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         alpha = main.of(1).mean(dim=0)  # (layers, heads)
         heads = heads_by_block(alpha, main.layers, ax=_axes(5.6))
@@ -160,7 +165,7 @@ def report_page(
 
 
 def _check_reports(name: str, reports: Any) -> None:
-    """Hold that these are reports by title."""
+    """Raise ValueError unless these are reports by title."""
     instance(name, reports, Mapping)
     for report in reports.values():
         instance(f"a value of {name}", report, Report)
@@ -173,9 +178,11 @@ def natural(
     length: int = 64,
     bos: bool | None = None,
 ) -> Tensor:
-    """The first tokens of documents, or windows of one's own texts: n of them, if there are.
+    """The natural probe: n texts of `length` tokens, or fewer if there are not so many.
 
-    A book is one text, and has many windows. bos: None: as the tokenizer itself makes its texts.
+    Without texts these are the beginnings of docstrings. A user's texts are cut into windows: a
+    book, for instance, is one text with many windows.
+    bos: whether a BOS stands first; None: whether the tokenizer itself puts one.
     """
     if bos is None:
         bos = bool(adds_bos(tokenizer))
@@ -188,9 +195,10 @@ def natural(
 
 
 def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dict[str, Tensor]:
-    """Every probe without and, where the tokenizer has one, with a BOS.
+    """Title -> token ids of every probe, without a BOS and, if the tokenizer has one, with a BOS.
 
-    First the natural one as the tokenizer itself makes it; without a tokenizer, random ids.
+    The first one is the main input: natural text as the tokenizer itself makes it or, without a
+    tokenizer, random ids.
     """
     adds = adds_bos(tokenizer)
     inputs = {}
@@ -205,16 +213,20 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
 
 
 def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
-    """Maps of the heads with the most attention to the first token, the least, and two between."""
+    """The attention maps of four heads on ids (T,), as SVG.
+
+    They are the head with the most attention to the first token, the one with the least, and two
+    in between.
+    """
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
-    order = alpha.flatten().argsort(descending=True)  # of all heads, the one with most first
+    order = alpha.flatten().argsort(descending=True)  # the head with the most attention first
     ranks = torch.linspace(0, len(order) - 1, 4).long()
-    ranks = ranks.unique()  # fewer than four of a small model
+    ranks = ranks.unique()  # a small model may have fewer than four heads
     heads = []
     for index in order[ranks].tolist():
         layer, head = divmod(index, alpha.shape[1])
         heads.append((report.layers[layer], head))
-    with warnings.catch_warnings():  # a short text, of which no Sink_1 is shown
+    with warnings.catch_warnings():  # `measure` warns of short texts, but no Sink_1 is shown here
         warnings.simplefilter("ignore")
         kept = measure(model, ids[None], heads=heads, norms=False).kept
     tokens = [token_label(token, tokenizer) for token in ids.tolist()]
@@ -228,7 +240,10 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
 
 
 def _row(report: Report) -> dict[str, str]:
-    """The numbers of one model. Of a hybrid model the first block with attention may be the third."""
+    """One row of a table: label -> number of a report.
+
+    The first attention layer is named by its block: in a hybrid model this may be block 3.
+    """
     first, *later = report.excess_by_layer()
     mean_later = f"{np.mean(later):z.2f}" if later else ABSENT
     low, high = report.interval(1, EPS)
@@ -238,7 +253,7 @@ def _row(report: Report) -> dict[str, str]:
         f"excess in block {1 + report.layers[0]}": f"{first:z.2f}",
         "excess in later blocks": mean_later,
     }
-    if report.star is not None:  # of a learned sink, a key of its own or a sink token
+    if report.star is not None:  # the model has a key bias, a sink token or a learned sink logit
         row["Sink*"] = f"{report.sink_star(EPS):.1f} %"
     if report.hidden_peaks is not None:
         row["element of h₁ / median, largest"] = f"{report.hidden_peaks[:, 0].max():,.0f}"
@@ -246,24 +261,25 @@ def _row(report: Report) -> dict[str, str]:
 
 
 def _table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """An HTML table; what a row lacks is a dash."""
+    """An HTML table, with a dash where a row has no value."""
     frame = pd.DataFrame.from_dict(rows, orient="index").fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):
         return str(frame.to_html(border=0))
 
 
 def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
+    """The axes of a new figure. Its size is in inches."""
     return Figure(figsize=(width, height), layout="constrained").subplots()
 
 
 def _norms(report: Report) -> str:
-    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1."""
+    """Two figures over blocks, as SVG: the norm ratios of h, k and v, and h_1's largest element."""
     if report.hidden_peaks is None or report.length == 1:
         return ABSENT
     ratios: dict[str, list[float]] = {}
     norms = {"h": report.hidden_norms, "k": report.key_norms, "v": report.value_norms}
     for symbol, rows in norms.items():
-        if rows is not None:  # where a model shows weights alone, nothing is known of k and v
+        if rows is not None:  # some models show their weights alone, without keys and values
             ratios[symbol] = norm_ratio(rows)
     peaks = {"h": report.hidden_peaks[:, 0].tolist()}
     figure = _curves(report, "norm of token 1 / others", ratios)
@@ -271,14 +287,14 @@ def _norms(report: Report) -> str:
 
 
 def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> str:
-    """A figure of numbers by block."""
+    """A figure of curves over blocks, as SVG. curves: "h", "k" or "v" -> a number per block."""
     ax = _axes()
     for symbol, values in curves.items():
-        # Not every block of a hybrid model has attention, keys and values.
+        # Every block has hidden states. In a hybrid model, only some have keys and values.
         blocks = range(len(values)) if symbol == "h" else report.layers
         from_1 = np.add(blocks, 1)
         ax.plot(from_1, values, "o-", markersize=4, color=CURVES[symbol], label=symbol)
-    # Massive activations are hundreds of times the median, most blocks are near one.
+    # Massive activations are hundreds of times the median, while most blocks are near 1.
     low, high = ax.dataLim.intervaly
     if 0 < 10 * low < high:
         ax.set_yscale("log")
@@ -291,12 +307,12 @@ def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> st
 
 
 def _svg(ax: Axes, alt: str) -> str:
-    """A figure as SVG inside the page, in the page's colours, its text as text."""
+    """The figure as SVG for the page: in the page's text colour, and with text kept as text."""
     drawn = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sinkutils"}):
         figure: Any = ax.get_figure(root=True)
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     written = drawn.getvalue().replace(INK, "currentColor")
-    # From its element on, without the file's head
+    # Drop the XML header in front of the <svg> element.
     _, _, rest = written.partition("<svg ")
     return f'<svg role="img" aria-label="{html.escape(alt)}" {rest}'

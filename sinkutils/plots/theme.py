@@ -1,4 +1,4 @@
-"""How every figure looks, and how one is saved and shown: small, with an alt text."""
+"""The style of all figures, and how they are saved and shown: as small PNGs with an alt text."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from PIL import Image
 
 from sinkutils.paths import RENDERED, read_yaml
 
-# Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by
-# their lightness.
+# The first four come from seaborn's "colorblind" palette. Readers with any colour blindness can tell
+# them apart, and in grey they differ by lightness.
 COLORS = {
     "first": "#de8f05",  # attention to the first token, x_1
     "star": "#029e73",  # attention to k*, a key that no token owns
-    "other": "#0173b2",  # text, any other token; a model of ours
+    "other": "#0173b2",  # any other token; one of our own models
     "baseline": "#949494",
-    "paper": "#555555",  # what the paper prints
+    "paper": "#555555",  # the numbers that the paper prints
 }
 
 STYLE = read_yaml(Path(__file__).with_name("style.yaml"))
 
 
 def theme() -> dict[str, str]:
-    """Set the style of all figures, once, at the top of a notebook; returns the named colours.
+    """Set the style of all figures, and return the named colours. Call it at the top of a notebook.
 
-    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`), and NumPy's
-    global generator, which jitters dots, is seeded: a page of which nothing changed keeps its
-    pictures. Elsewhere it is left alone.
+    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`). NumPy's
+    global random generator, which jitters dots, is seeded there, so that a notebook without changes
+    gets the same pictures again. Outside a notebook, the generator is not touched.
     """
     import matplotlib.pyplot as plt
     import numpy as np
     import seaborn as sns
 
-    # Orange is the first token and green a key of its own wherever they stand: not in the cycle.
+    # Orange always means the first token, and green a key that no token owns. So the automatic
+    # cycle of colours has neither.
     cycle = [COLORS["other"], "#222222", "#949494", "#c8c8c8"]
     sns.set_theme(style="whitegrid", palette=cycle, font_scale=0.9, rc=STYLE)
-    ipython = sys.modules.get("IPython")  # imported by whoever runs the notebook
+    ipython = sys.modules.get("IPython")  # in a notebook, IPython is imported already
     shell = ipython.get_ipython() if ipython else None
     if shell is not None:
         np.random.seed(0)  # noqa: NPY002
-        # This loads the inline backend, which sets its own formatters when it loads.
+        # Load the inline backend now, because it sets its own formatters when it is loaded.
         plt.switch_backend(mpl.get_backend())
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)
@@ -57,10 +58,10 @@ def theme() -> dict[str, str]:
 
 
 def save(figure: Figure | Axes, name: str) -> Path:
-    """Save a figure as a PNG in 256 colours, the same bytes for the same picture.
+    """Save a figure as a PNG with 256 colours, and return its path.
 
-    It goes to rendered/figures/, which git ignores; `run --in-place` copies it to figures/. Returns
-    its path.
+    The same picture gives the same bytes. The file goes to rendered/figures/, which git ignores.
+    `run --in-place` copies it from there to figures/.
     """
     path = RENDERED / "figures" / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,10 +71,14 @@ def save(figure: Figure | Axes, name: str) -> Path:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as PNG in 256 colours of its own, a third of the bytes and all that lines need."""
+    """A figure as a PNG with a palette of 256 colours.
+
+    This takes a third of the bytes, and is enough for lines and text.
+    """
     drawn = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
+        # Tokens may have characters of any language, for which the font has no glyph.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(drawn, format="png", metadata={"Software": None})
     picture = Image.open(drawn).convert("RGB")
     reduced = picture.quantize(256, dither=Image.Dither.NONE)
@@ -83,7 +88,7 @@ def png(figure: Figure) -> bytes:
 
 
 def alt_text(figure: Figure) -> str:
-    """The figure's label, if it was given one; else its titles and what stands on its axes."""
+    """The figure's label (`figure.set_label`) or, without one, its titles and axis labels."""
     label = figure.get_label()
     if label:
         return str(label)
@@ -92,31 +97,32 @@ def alt_text(figure: Figure) -> str:
         parts += [ax.get_title("left"), ax.get_title("center")]
         parts += [ax.get_xlabel(), ax.get_ylabel()]
     lines = [part.replace("\n", " ") for part in parts if part]
-    return "; ".join(dict.fromkeys(lines)) or "a figure"  # each once
+    return "; ".join(dict.fromkeys(lines)) or "a figure"  # without duplicates
 
 
 def printable(name: str) -> str:
-    """Half a character, as where a name was cut, as "?": neither page nor figure can hold it."""
+    """Replace half a character by "?". It can stand where a name was cut, and cannot be printed."""
     return name.encode(errors="replace").decode()
 
 
 def json_in_html(value: Any) -> str:
-    """JSON to stand in a script of a page.
+    """The value as JSON that can stand inside a <script> of a page.
 
-    "</script>" in a token or a name would end the script, and "<!--" could swallow the page.
+    "<" is escaped. Otherwise "</script>" in a token or a name would end the script, and "<!--"
+    could hide the rest of the page.
     """
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _print(figure: Figure, printer: Any, cycle: bool) -> None:
-    """A figure in the plain text of a notebook."""
+    """Print a figure's alt text where a notebook shows plain text."""
     printer.text(f"[figure: {alt_text(figure)}]")
 
 
 def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
-    """A figure as a notebook keeps it: PNG in base64; alt text and width on the page in pixels."""
+    """A figure as a notebook stores it: the PNG in base64, and its alt text and width in pixels."""
     picture = png(figure)
-    drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG
+    drawn = int.from_bytes(picture[16:20])  # bytes 16 to 19 of a PNG hold its width
     width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])
     encoded = base64.b64encode(picture).decode()
     return encoded, {"alt": alt_text(figure), "width": width}
