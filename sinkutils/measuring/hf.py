@@ -37,8 +37,8 @@ from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Comparing, Measur
 from sinkutils.measuring.state import LeftAsFound
 from sinkutils.measuring.wrappers import handed_over
 
-# The model that is being measured. Other threads run the same patched classes in the meantime; in
-# a context variable, unlike a global, they find None.
+# The model that is being measured. Other threads may run the same patched classes in the meantime.
+# A context variable is None in those threads, which a global variable would not be.
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 if older.NEEDED:
     AttentionInterface.get_interface = older.get_interface

@@ -1,4 +1,4 @@
-"""Loading language models: those of Table 8 and newer ones by name, and any other one by path."""
+"""Loading language models, by a name (of Table 8 or newer), a hub id, a path or a record."""
 
 from __future__ import annotations
 

@@ -90,4 +90,4 @@ def _home(module: nn.Module) -> dict[str, Any]:
 
 
 def set_tqdm_hook(hook: Callable[..., Any] | None) -> None:
-    """Does nothing: 4.x has no such hook, and its progress bars stay as they are."""
+    """Do nothing: 4.x has no such hook, and its progress bars stay as they are."""

@@ -22,7 +22,7 @@ from sinkutils.checks import numbers, require
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 DRAWS = 2000  # resamples of the bootstrap
 DIGITS = 5  # decimal places of the numbers in `to_dict`
-# The attributes of a report that `to_dict` copies as they are, and those with a value per position.
+# `to_dict` copies these attributes of a report; those of BY_POSITION have a value per position.
 CONDITIONS = "name path bos samples skipped floor targets epsilons layers".split()
 BY_POSITION = (
     "embedding_norms hidden_norms before_norm_norms key_norms value_norms hidden_peaks"
@@ -176,9 +176,9 @@ class Report:
         return float(low), float(high)
 
     def to_dict(self, levels: Sequence[float] = CURVE_EPSILONS) -> dict[str, Any]:
-        """The numbers of the report as a dict for JSON, without those of single samples.
+        """The numbers of the report as a dict for JSON. They are means over the samples.
 
-        It holds Sink_k^eps of every target at many eps, intervals, excess, alpha and norms.
+        The dict holds Sink_k^eps of every target at many eps, intervals, excess, alpha and norms.
         levels: the eps at which Sink is computed, beside the report's own.
         """
         levels = sorted({*self.epsilons, *levels})

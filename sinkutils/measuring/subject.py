@@ -1,4 +1,4 @@
-"""A language model together with what it needs to get inputs like those of its training."""
+"""A language model, its tokenizer, and what is known about the inputs of its training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what can stand first in an input
 
 @dataclass(frozen=True)
 class Subject:
-    """A language model with what it needs to get inputs like those of its training."""
+    """A language model that can be measured on inputs like those of its training.
+
+    Some models were trained with a fixed token x_fix at one position, or with a BOS.
+    """
 
     name: str
     model: nn.Module

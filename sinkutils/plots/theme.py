@@ -17,8 +17,8 @@ from PIL import Image
 
 from sinkutils.paths import RENDERED, read_yaml
 
-# The first four come from seaborn's "colorblind" palette. Readers with any colour blindness can tell
-# them apart, and in grey they differ by lightness.
+# The first four are from seaborn's "colorblind" palette. Readers with any kind of colour blindness
+# can tell them apart, and in grey they differ by lightness.
 COLORS = {
     "first": "#de8f05",  # attention to the first token, x_1
     "star": "#029e73",  # attention to k*, a key that no token owns
