@@ -16,8 +16,9 @@ from sinkutils.paths import LEDGER, read_yaml
 TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
 PIECE_CHARACTERS = 2_000  # the largest size of the documents into which a text file is cut
-# The pattern of one such document. It is the rest of the text if that fits. Otherwise it ends at the
-# last empty line, else at the last line end, else at the last space that fits, else at the limit.
+# The pattern of one such document. It is the rest of the text if that fits. Otherwise it ends at
+# the last empty line, else at the last line end, else at the last space that fits, else at the
+# limit.
 PIECE = re.compile(
     r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
 )

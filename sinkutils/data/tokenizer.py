@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: a byte-level BPE trained on its text, or one from a file or the hub."""
+"""The tokenizer of a corpus: byte-level BPE trained on its text, or one from a file or the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from sinkutils.checks import first_line, require
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-ROLES = {  # the first token of these that a vocabulary has; GPT-2 and GPT-NeoX have one for both ends
+# A role is played by the first of its tokens that the vocabulary has. In GPT-2 and GPT-NeoX one
+# token is both EOS and BOS.
+ROLES = {
     "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
     "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>"),
     "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
