@@ -37,7 +37,7 @@ class Final(Point):
 
 
 class Metrics(TypedDict):
-    """The contents of metrics.json. If a run failed before its first evaluation, `final` is empty."""
+    """The contents of metrics.json. `final` is empty if the run failed before any evaluation."""
 
     status: str  # "done", or "failed" if the training did not converge
     reason: str | None
