@@ -77,8 +77,8 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     first: x_1. self: the query's own token. previous: the token before the query.
     line_break: a token whose id is in `breaks`. rest: all other keys.
 
-    If the weights do not sum to one, the proxy scores of Section 7.4 take their place. The result is
-    empty if the sequences have fewer than 3 tokens.
+    If the weights do not sum to one, the proxy scores of Section 7.4 take their place. The result
+    is empty if the sequences have fewer than 3 tokens.
     """
     length = ids.shape[1]
     if length < FIRST_QUERY:
@@ -116,11 +116,11 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
 def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     """The norm of the loss gradient, by layer and position: (L, T - 1).
 
-    The loss is the mean next-token loss of ids (n, T), which are on the model's device. The gradient
-    is taken with respect to the input of each attention layer (after the norm before it). It is
-    summed over the n texts before its norm is taken, as an optimiser step sums it. So the gradients
-    of what all texts share, such as a first token, add up. The parameters' gradients do not change.
-    The result is empty if a norm is not finite or if T = 1, where nothing is predicted.
+    The loss is the mean next-token loss of ids (n, T), which are on the model's device. The
+    gradient is taken with respect to the input of each attention layer (after the norm before it).
+    It is summed over the n texts before its norm is taken, as an optimiser step sums it. So the
+    gradients of what all texts share, such as a first token, add up. The parameters' gradients do
+    not change. The result is empty if a norm is not finite or if T = 1, where nothing is predicted.
     """
     if ids.shape[1] < 2:
         return []

@@ -37,7 +37,7 @@ def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> T
 
 
 class FinetuneRun(Run):
-    """A run on conversations. It begins with the weights and the tokenizer of the record `start`."""
+    """A run on conversations, which starts with the weights and the tokenizer of a record."""
 
     config: FinetuneConfig
     loss = staticmethod(answer_loss)

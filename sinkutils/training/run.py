@@ -369,8 +369,8 @@ class Run:
     def unscored(self) -> tuple[int, ...]:
         """The positions whose prediction carries no loss.
 
-        They are the positions inside a prefix (Section 6), the one before a fixed token (Section 5),
-        and those that the config names.
+        They are the positions inside a prefix (Section 6), the one before a fixed token
+        (Section 5), and those that the config names.
         """
         # The tokens of a prefix see each other. So all but the last already see the next token.
         data = self.config.data
