@@ -43,7 +43,7 @@ PARENT = "SINKUTILS_PARENT"
 
 
 class Worker:
-    """`python -m sinkutils train` in a process of its own, as a future. Its output goes to `log`."""
+    """A future that runs `python -m sinkutils train` in a process, whose output goes to `log`."""
 
     def __init__(self, arguments: tuple[str, ...], log: str) -> None:
         # Each worker has one thread. This makes several workers faster and changes no number.
@@ -106,7 +106,7 @@ def stop(jobs: list[Job]) -> int:
 
 
 def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
-    """Train one run in this process's place on a cluster. Returns exit status and messages."""
+    """Train one run on the machine where an engine calls this: exit status and messages."""
     return Worker(arguments, log).result()
 
 

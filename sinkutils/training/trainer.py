@@ -65,8 +65,8 @@ def train(
 
     A fine-tuning starts from the weights of another run. That run is trained first if it has no
     record or if its record has no weights. Raises ValueError if it failed. To use instructions of
-    your own, change two fields of a fine-tuning's config: `instructions` (such as a .jsonl file)
-    and `experiment`, the name of the new record.
+    your own, change two fields of a fine-tuning's config: `instructions`, to path:<file.jsonl>, and
+    `experiment`, which is the name of the new record.
 
     corpus: a corpus, or where to load one from, instead of the config's own. In a fine-tuning it is
       the text for the sink metric. Only a record on exactly this text is returned, and the new
