@@ -126,7 +126,7 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
     for match in COMMENT_OR_STRING.finditer(source):
         if not match.group().startswith(('"""', "'''")):
             continue
-        line = source.rfind("\n", 0, match.start()) + 1  # where the quotes' line begins
+        line = source.rfind("\n", 0, match.start()) + 1  # the start of the line with the quotes
         prefix = source[line : match.start()]
         if prefix.strip(" \trRuU"):  # the string is part of an expression
             continue
@@ -179,7 +179,7 @@ def files_with(*suffixes: str) -> Iterator[Path]:
 
 
 def _standard_library() -> Iterator[Path]:
-    """The files of the running Python's own modules, without their tests."""
+    """The files of the standard library of the running Python, without their tests."""
     root = Path(sysconfig.get_path("stdlib"))
     for top in root.iterdir():
         if top.stem not in sys.stdlib_module_names:

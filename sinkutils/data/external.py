@@ -1,4 +1,4 @@
-"""Text from outside: hub data sets in streaming mode, the Pile's domains, local text and JSONL."""
+"""External text: hub data sets in streaming mode, the domains of the Pile, and local files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PIECE = re.compile(
 # the copyrighted sets, which leaves the 17 domains that the paper names.
 PILE = "monology/pile-uncopyrighted"
 PILE_WEIGHTS = read_yaml(LEDGER / "pile.yaml")
-# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text
-# (Section 5: 5B tokens).
+# The paper's tokenizer has 50,277 tokens, and the vocabulary of its models is padded to 50,432. The
+# paper trains on 5B tokens (Section 5).
 NEOX_TOKENIZER = "EleutherAI/gpt-neox-20b"
 NEOX_PADDED = 50_432
 PILE_TOKENS = 5_000_000_000

@@ -300,7 +300,7 @@ def _lacking(check: Check, ours: Readings) -> str:
             if quantity != "onset" and None not in runs.values():
                 return MISSING
             state = OPEN
-    # Two runs are compared seed by seed.
+    # Two experiments are compared over the seeds that both have, which may be too few.
     paired = ours.paired(check.runs, check.quantity)
     if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING

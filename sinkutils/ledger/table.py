@@ -162,7 +162,7 @@ def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, st
     levels = []
     intervals = []
     for run in runs:
-        if len(ours.values(run, quantity)) < 2:  # too few for an interval
+        if len(ours.values(run, quantity)) < 2:  # these are too few for an interval
             continue
         estimate = ours.estimate((run,), quantity)
         numbers = np.array([estimate.mean, estimate.low, estimate.high])

@@ -39,7 +39,7 @@ SIMILARITIES: dict[str, Map] = {
     "exp": torch.exp,
     "sigmoid": torch.sigmoid,
     "elu": elu_plus_one,
-    "linear": lambda s: s,  # the one that can be negative
+    "linear": lambda s: s,  # the only one that can be negative
     "relu": torch.relu,
 }
 # log f, without overflow, for every f that is positive
@@ -54,7 +54,7 @@ LOGARITHMS = {
 # to divide by.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
 OPERATION_CHOICES = {
-    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
+    # softpick (Zuhri et al. 2025): relu(e^s - 1) / sum |e^s - 1|, see `normalise`
     "similarity": (*SIMILARITIES, "softpick"),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
@@ -151,12 +151,12 @@ class AttentionSpec:
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether a learned key k*, whose attention Sink_* counts, stands before the others."""
+        """Whether a key k* stands before the sequence's own keys. Sink_* measures its weight."""
         return self.bias in ("k", "kv")
 
     @property
     def has_star(self) -> bool:
-        """Whether column 0 of the weights belongs to k* or to a sink logit and not to a token."""
+        """Whether column 0 of the weights belongs to k* or to a sink logit instead of a token."""
         return self.has_key_bias or self.sink_logit != "none"
 
     def f(self, logits: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class AttentionSpec:
 
     @property
     def signed(self) -> bool:
-        """Whether similarities can be negative, so that the sink metric needs proxy scores."""
+        """Whether similarities can be negative. The sink metric then needs proxy scores."""
         return self.similarity == "linear" and self.kernel in ("identity", "mlp")
 
 
@@ -364,10 +364,10 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
             peak = sim.amax(-1, keepdim=True).detach()
             sim = divide(sim, peak)
         return sim, sim.new_ones(())
-    # f / max f as exp(log f - max log f), so that neither overflows.
+    # f / max f is computed as exp(log f - max log f), which cannot overflow.
     logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
-    peak = peak.masked_fill(~peak.isfinite(), 0)  # a row that sees nothing
+    peak = peak.masked_fill(~peak.isfinite(), 0)  # in a row that sees no key
     if spec.normalizer == "max_abs_sum":  # Z_i is at least 1, and so is the number per row
         peak = peak.clamp(min=0)
     return (logs - peak).exp(), (-peak).exp()

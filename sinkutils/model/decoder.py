@@ -138,7 +138,7 @@ def norm_layer(config: LMConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention (Eq. 4), the biases of Table 4, the kernels of Section 7.4."""
+    """Multi-head self-attention (Eq. 4) with the variants that `AttentionSpec` describes."""
 
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Attention(nn.Module):
 
 
 def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5)."""
+    """The fixed v* (Table 5): m [1, 0, .., 0] if "first", m [1, .., 1] / sqrt(d_h) if "uniform"."""
     if spec.fixed_value == "first":
         first = torch.zeros(head_dim, device=device)
         # `first[0] = ..` would copy the number from the host, which a CUDA graph cannot record.
@@ -281,7 +281,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, *up = self.up(x).chunk(self.parts, dim=-1)  # one or two of (B, T, width)
+        gate, *up = self.up(x).chunk(self.parts, dim=-1)  # each (B, T, inner); `up` may be empty
         hidden = self.activation(gate)
         if up:
             hidden = hidden * up[0]

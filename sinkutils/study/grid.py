@@ -141,7 +141,7 @@ class Experiment:
         return numbers
 
 
-EXPERIMENTS: dict[str, Experiment] = {}  # by name, in the table's order
+EXPERIMENTS: dict[str, Experiment] = {}  # by name, in the order of the file
 for _group in read_yaml(LEDGER / "experiments.yaml"):
     _presets = tuple(_group.get("presets", USUAL_PRESETS))
     for _name, _fields in _group["experiments"].items():
@@ -176,7 +176,7 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     Raises ValueError for unknown names, and for an experiment that is not possible at the preset;
     the message has the reason.
     """
-    first = _named(resolve(name, preset), preset)
+    first = _named(resolve(name, preset), preset)  # the first of equal runs, at seed 0
     run = dataclasses.replace(first, seed=seed)
     if isinstance(run, FinetuneConfig):
         start = config(run.start, preset, seed)
@@ -345,7 +345,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     of = value.get("of")
     context = base.context_length
     share = float(Fraction(value["times"]))
-    reference: Any  # an int or a float, as the field
+    reference: Any  # an int or a float, like the field itself
     if of == "context":
         reference = context
     elif of == "head_dim":

@@ -288,7 +288,7 @@ def _with_status(folder: Path) -> Record:
         record = open_record(folder)
         try:
             run = config(record.experiment, base, record.seed)
-        except ValueError as error:  # no such experiment at this preset
+        except ValueError as error:  # the preset has no such experiment
             return replace(record, problem=("stale", str(error)))
         if not is_of(record, run, record.config["corpus"] if apart else None):
             reason = "the experiment or the recipe has changed since: train it again"

@@ -69,8 +69,8 @@ def train(
     `experiment`, which is the name of the new record.
 
     corpus: a corpus, or where to load one from, instead of the config's own. In a fine-tuning it is
-      the text for the sink metric. Only a record on exactly this text is returned, and the new
-      record is kept apart from the study's (`study.store.Runs.of`).
+      the text for the sink metric. Only a record on exactly this text is returned. If it is not the
+      config's text, the new record is kept apart from the study's (`study.store.Runs.of`).
     compile: whether to use torch.compile. None means on a CPU, if the preset says so and it works
       (`compiles`).
     graph: whether to make each step one CUDA graph (`training.graph`). None means on a GPU, if the
