@@ -205,7 +205,7 @@ def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention by the formulas at the top of this module, with O(T^2) memory.
+    """Attention by the formulas at the top of `model/attention.py`, with O(T^2) memory.
 
     q, k, v: (B, H, T, D), after rotary. extras: the fields of `Extras` that the operation needs.
     Returns out (B, H, T, D) and weights (B, H, T, S) in the dtype of v. S is T, or 1 + T where
@@ -231,7 +231,7 @@ def attend(
 def _out_and_weights(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights, from queries and keys after phi (and behind k*, if there is one).
+    """The output and the weights. phi has been applied, and k* is the first key if there is one.
 
     They are computed in float32 at least: bfloat16 rounds a logit near 100 to a multiple of 0.5.
     """
@@ -263,7 +263,7 @@ def prepared(
         if sink is None:
             sink = q.new_zeros(q.shape[1])
         D = q.shape[-1]
-        q = q * ((D + 1) / D) ** 0.5  # logits are now divided by sqrt(D + 1): keep their values
+        q = q * ((D + 1) / D) ** 0.5  # the logits, divided by sqrt(D + 1), keep their values
         last = sink * (D + 1) ** 0.5  # k* in the new dimension, (H,)
         star = F.pad(last[:, None], (D, 0)).to(q.dtype)  # (H, D + 1)
         q = F.pad(q, (0, 1), value=1.0)

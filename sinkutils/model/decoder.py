@@ -396,9 +396,9 @@ class TransformerLM(nn.Module):
     def forward(self, ids: Tensor, observer: Any = None, kept: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
 
-        observer: gets h, q, k and v as they are computed (see the top of this module). kept: a mask
-        (B, T); with it, only the logits of its N positions are computed, (N, V). Raises ValueError
-        for ids of the wrong rank, dtype, range or length.
+        observer: gets h, q, k and v as they are computed (see the top of `model/decoder.py`).
+        kept: a mask (B, T). With it, only the logits of its N positions are computed, (N, V).
+        Raises ValueError for ids of the wrong rank, dtype, range or length.
         """
         hidden = self.hidden(ids, observer)
         if kept is not None:
