@@ -1,1 +1,1 @@
-"""Text, tokens, chunks, probes."""
+"""The data: corpora, tokenizers, chunks to train on, and probes to measure with."""

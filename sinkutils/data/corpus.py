@@ -1,7 +1,7 @@
-"""Where text comes from: embedded, hub or local text as token files on disk, split by document.
+"""Corpora: embedded text, hub data sets or local text, as token files on disk.
 
-The files of a corpus are a folder of the cache: written whole or not at all, and checked when they
-are opened.
+Each document belongs to one of three splits. The token files of a corpus are one folder of the
+cache. The folder is written as a whole or not at all, and its digest is checked when it is opened.
 """
 
 from __future__ import annotations
@@ -37,39 +37,44 @@ from sinkutils.data.tokenizer import (
     train_tokenizer,
 )
 
-SHARE = 0.02  # of the documents for probing, and as many for validation, by the hash of the text
-# Documents for each of the two if those shares were fewer: the sink metric takes 100.
+# The share of the documents that the probe split gets, and again the valid split. The hash of its
+# text decides where a document goes.
+SHARE = 0.02
+# The number of documents that each of the two gets if its share would be smaller. The sink metric
+# needs 100.
 HELD_OUT = 120
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
-BATCH_DOCUMENTS = 200  # tokenised at once
-HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
-STREAMED = "hub"  # the version of such a text, which nobody here can tell
-FORMAT = 5  # raised when the files or the way they are made change
+BATCH_DOCUMENTS = 200  # how many documents are tokenised at once
+HUB_TOKENS = 50_000_000  # the default cap of a streamed corpus
+STREAMED = "hub"  # stands for the version of a streamed text, which is unknown
+FORMAT = 5  # is raised when the files, or the way in which they are made, change
 SPLITS = ("train", "valid", "probe")
 
-Meta = dict[str, Any]  # what meta.json of a folder says
-Identity = dict[str, str]  # what a record says of its text: name and sha256 (of text and tokenizer)
+Meta = dict[str, Any]  # the contents of a folder's meta.json
+# A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
+Identity = dict[str, str]
 
 
 class Corpus:
-    """Token files of one corpus: documents in three splits that never overlap, each document
-    followed by EOS.
+    """The token files of one corpus. Its three splits share no document.
+
+    EOS follows each document.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a cache folder. Raises ValueError where it is not complete and intact."""
+        """Open a cache folder. Raises ValueError if it is not complete and intact."""
         meta = verified(folder)
         self.folder = folder
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
         self.name: str = meta["name"]
-        self.fingerprint: str = meta["fingerprint"]  # SHA-256 of text and tokenizer
+        self.fingerprint: str = meta["fingerprint"]  # SHA-256 of the text and the tokenizer
         self.vocab_size: int = meta["vocab_size"]
         self.dtype: str = meta["dtype"]
         self.eos_id: int = meta["eos_id"]
         self.bos_id: int = meta["bos_id"]
         # x_fix of Section 5, a token that occurs in no text
         self.fix_id: int = meta["fix_id"]
-        self.first_text_id: int = meta["first_text_id"]  # the first that is not special
+        self.first_text_id: int = meta["first_text_id"]  # the first id that is not special
 
     @property
     def identity(self) -> Identity:
@@ -78,7 +83,7 @@ class Corpus:
     def tokens(self, split: str) -> np.ndarray:
         """The documents of a split, each followed by EOS: (N,) unsigned, on disk."""
         choice("split", split, SPLITS)
-        # Copy on write: PyTorch takes no array that is read-only, and the file stays as it is.
+        # Mode "c" is copy on write: PyTorch takes no read-only array, and the file stays unchanged.
         return np.memmap(self.folder / f"{split}.bin", dtype=self.dtype, mode="c")
 
     def documents(self, split: str) -> Iterator[np.ndarray]:
@@ -91,7 +96,7 @@ class Corpus:
             start = end + 1  # past EOS
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of some tokens."""
+        """The text of these token ids."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
@@ -100,7 +105,7 @@ EMBEDDED = {
     "sources": embedded.sources,
     "embedded": embedded.everything,
 }
-# What load_corpus takes: names, and forms with what to fill in between < and >.
+# The names that load_corpus accepts. A part in < > has to be filled in.
 CORPORA = (
     *EMBEDDED,
     "pile",
@@ -112,7 +117,7 @@ CORPORA = (
 
 
 def public_name(name: str) -> str:
-    """The name of a corpus in caches and records: of path:<folder> the last part alone."""
+    """The name of a corpus in caches and records. For path:<folder> it has no parent folders."""
     kind, _, rest = name.partition(":")
     if kind != "path":
         return name
@@ -121,7 +126,7 @@ def public_name(name: str) -> str:
 
 
 def located(name: str) -> str:
-    """The name of a corpus that means the same from every folder: with the whole path."""
+    """The name of a corpus with an absolute path, so that it is valid in every folder."""
     kind, _, rest = name.partition(":")
     if kind not in ("path", "packed") or not rest:
         return name
@@ -140,18 +145,20 @@ def load_corpus(
     """Open a corpus from the cache, or build it there.
 
     name: one of CORPORA. "docstrings" (English technical prose), "sources" (Python) and "embedded"
-    (both, C headers and documentation files) are the text of pinned packages and the standard
-    library and need no network. vocab_size: of the byte-level BPE that is trained on the train
-    split, its three special tokens included; with `tokenizer`, the most that it may have.
-    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead.
-    "pile" with a vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B
-    tokens unless told otherwise. cache_dir: default $SINKUTILS_CACHE, else sinkutils below
-    $XDG_CACHE_HOME or ~/.cache. max_tokens: stop before the document that would exceed it (default:
-    no cap; 50M for hub data sets).
+    (both, with C headers and documentation files) are made of pinned packages and the standard
+    library. They need no network.
+    vocab_size: the size of the byte-level BPE that is trained on the train split, including its
+    three special tokens. With `tokenizer` it is the largest size that this may have.
+    tokenizer: a tokenizer.json or a hub id, to be used instead of a new BPE. The paper's is
+    "EleutherAI/gpt-neox-20b". It is the default for "pile" with a vocab_size of 50,432, as in the
+    presets paper and paper-1b, where the default of max_tokens is 5B.
+    cache_dir: the default is $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache.
+    max_tokens: the corpus ends before the document that would exceed this number. By default there
+    is no cap, except 50M for streamed data sets.
 
     Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a
-    path without text, ConnectionError where the hub cannot be reached, OSError where the cache
-    cannot be written.
+    path without text, ConnectionError if the hub cannot be reached, and OSError if the cache cannot
+    be written.
     """
     vocab_size = integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if max_tokens is not None:
@@ -163,12 +170,12 @@ def load_corpus(
     documents, version = _source(name)
     if version == STREAMED:
         max_tokens = max_tokens or HUB_TOKENS
-    # What the token files depend on gives their folder its name.
+    # The folder's name is a hash of everything that the token files depend on.
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{digest}"
-    # It is opened where it is whole, and else built anew.
+    # A folder that is intact is opened. Otherwise it is built anew.
     if folder.exists():
         try:
             return Corpus(folder)
@@ -186,9 +193,9 @@ def load_corpus(
 
 
 def _source(name: str) -> tuple[Iterator[str], object]:
-    """The documents of a corpus, and what they depend on.
+    """The documents of a corpus, and the version of their source (such as versions of packages).
 
-    Raises ValueError for an unknown name, with what there is.
+    Raises ValueError for an unknown name, with the list of known ones.
     """
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
@@ -196,7 +203,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
         return external.pile(rest), STREAMED
     if kind == "hub" and rest:
-        parts = rest.split("/")  # owner, name, and a config that may have a slash in its name
+        parts = rest.split("/")  # owner, name, and a config whose name may contain slashes
         dataset = "/".join(parts[:2])
         config = "/".join(parts[2:]) or None
         return external.hub(dataset, config), STREAMED
@@ -225,11 +232,12 @@ def _tokenise(
 ) -> None:
     """Split, tokenise and write the documents of a corpus into `folder`.
 
-    The first of them are read ahead: they train the tokenizer and tell whether there are many.
+    A sample of the first documents is read ahead. It trains the tokenizer, and it shows whether the
+    corpus is small (`_thresholds`).
     """
-    # Before a document is read, so that a wrong name costs no time.
+    # The tokenizer is loaded before any document is read, so that a wrong name costs no time.
     tokenizer = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
-    # The sample: as many documents as train the tokenizer.
+    # The sample consists of the documents on which a tokenizer is trained.
     texts = _unique(documents)
     sample = []
     characters = 0
@@ -245,25 +253,26 @@ def _tokenise(
         passed = bisect(thresholds, split_fraction(text))
         return ("probe", "valid", "train")[passed]
 
-    # The tokenizer has seen nothing of what is held out.
+    # The tokenizer is trained on the train split only.
     if tokenizer is None:
         training = (text for text in sample if split_of(text) == "train")
         tokenizer = train_tokenizer(training, vocab_size)
-    tokenizer.encode_special_tokens = True  # "<eos>" and the like written in a text are text
+    # A text that contains the string "<eos>" gets no special token for it.
+    tokenizer.encode_special_tokens = True
     special = special_ids(tokenizer, tokenizer_name)
     vocabulary = tokenizer.get_vocab_size()
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
-    # Two corpora are one where the tokenizer and every document are.
+    # Two corpora have one fingerprint if they have the same tokenizer and the same documents.
     fingerprint = hashlib.sha256(serialised)
     written = dict.fromkeys(SPLITS, 0)
     with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
         for text, ids in _encode(tokenizer, chain(sample, texts)):
             split = split_of(text)
             size = len(ids) + 1
-            # A document is whole or not there, so that a cap cuts none.
+            # The cap never cuts a document in two.
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             document = np.array([*ids, special["eos_id"]], dtype=dtype)
@@ -289,7 +298,7 @@ def _tokenise(
 
 
 def _unique(documents: Iterable[str]) -> Iterator[str]:
-    """Each different document once; empty ones left out, lone surrogates replaced."""
+    """Each different document once, without empty ones. Lone surrogates are replaced by "?"."""
     seen = set()
     for document in documents:
         text = document.encode("utf-8", "replace").decode()
@@ -300,8 +309,9 @@ def _unique(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
-    """Each text with its token ids, without special tokens; many at once, because the tokenizer has
-    threads.
+    """Each text with its token ids, without special tokens.
+
+    Many texts are encoded at once, because the tokenizer works on them in parallel.
     """
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
         encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
@@ -310,35 +320,39 @@ def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, l
 
 
 def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
-    """Below which fraction a document is for probing, and below which for validation; of the
-    documents' own, sorted.
+    """Two thresholds of `split_fraction`: documents below the first are for probing, those between
+    the two for validation.
 
-    SHARE and twice SHARE, except where these are all the documents and a share of them less than
-    HELD_OUT: that many then, but at most a fifth of all.
+    ranked: the sorted fractions of the sample. complete: whether the sample is the whole corpus.
+    The thresholds are SHARE and twice SHARE. If the corpus is so small that its share would be less
+    than HELD_OUT documents, they are chosen so that each split gets HELD_OUT, or a fifth of all
+    documents if that is less.
     """
     documents = len(ranked)
     if not complete or SHARE * documents >= HELD_OUT:
         return SHARE, 2 * SHARE
     count = max(1, min(HELD_OUT, documents // 5))
-    ranked = [*ranked, 1.0, 1.0, 1.0]  # of one or two documents no split is complete
+    # With one or two documents the indices below would be out of range. `_tokenise` then finds a
+    # split without documents, and says so.
+    ranked = [*ranked, 1.0, 1.0, 1.0]
     return ranked[count], ranked[2 * count]
 
 
 def cache_root() -> Path:
-    """$SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
-    of_all = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The cache folder: $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     own = os.environ.get("SINKUTILS_CACHE")
-    return Path(own) if own else Path(of_all, "sinkutils")
+    return Path(own) if own else Path(user_cache, "sinkutils")
 
 
 @contextlib.contextmanager
 def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
-    """A temporary folder to fill, beside `folder`, which gets that name when this is left without
-    an error.
+    """A context manager that writes a folder as a whole or not at all.
 
-    Processes that build the same thing at the same time do so in a folder each; the first to finish
-    wins. A folder of that name that is damaged gives way. An OSError, as where there is no room or
-    no permission, says what to do about it.
+    The body of the `with` statement fills a temporary folder, which is renamed to `folder` if the
+    body ends without an error. When several processes build the same folder at the same time, each
+    fills its own, and the first to finish wins. A damaged folder of that name is replaced. Raises
+    OSError with advice if there is no room or no permission.
     """
     root = folder.parent
     try:
@@ -354,9 +368,9 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
             if not folder.exists():
                 new.rename(folder)
     except OSError as error:
-        if error.errno is None:  # of our own, as where the hub cannot be reached
+        if error.errno is None:  # our own error, such as that the hub cannot be reached
             raise
-        # It may be about the cache or about a text, whose name it then has.
+        # The error may concern the cache or a file of text. In the second case it names the file.
         reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         raise OSError(
             error.errno,
@@ -374,15 +388,15 @@ def _is_whole(folder: Path) -> bool:
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
+    """Write meta.json, with one SHA-256 over its contents and the other files of the folder."""
     whole = meta | {"sha256": _digest_of_all(folder, meta)}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
 def verified(folder: Path) -> Meta:
-    """meta.json of a cache folder.
+    """The contents of a cache folder's meta.json.
 
-    Raises ValueError where a file is missing or not as it was written.
+    Raises ValueError if a file of the folder is missing or has changed.
     """
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
@@ -406,9 +420,9 @@ def _digest_of_all(folder: Path, meta: Meta) -> str:
 
 
 def pack_corpus(corpus: Corpus, file: str | Path) -> None:
-    """Write a corpus as one .tar.xz file, to be carried to another machine.
+    """Write a corpus as one .tar.xz file, to carry it to another machine.
 
-    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and
+    load_corpus("packed:<file>", vocab_size) opens it there. It has the same tokens, tokenizer and
     fingerprint.
     """
     with tarfile.open(file, "w:xz") as tar:
@@ -416,7 +430,7 @@ def pack_corpus(corpus: Corpus, file: str | Path) -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """The reverse of `pack_corpus`. Raises ValueError for a file that is not whole."""
+    """Unpack a file of `pack_corpus` into a folder. Raises ValueError if it is not complete."""
     try:
         with tarfile.open(file) as tar:
             tar.extractall(folder, filter="data")

@@ -1,5 +1,6 @@
-"""The text that is on every machine that can run the project: pinned packages and the standard
-library.
+"""The embedded text: that of pinned packages and of Python's standard library.
+
+Every machine that can run the project has it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from tqdm import tqdm
 
 from sinkutils.paths import LEDGER, read_yaml
 
-# Shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more.
+# Shorter documents are skipped. With a vocabulary of 1,024 this length is about 64 tokens.
 MIN_CHARACTERS = 256
 DISTRIBUTIONS = read_yaml(LEDGER / "text_packages.yaml")
-# Of the standard library: what some distributors leave out.
+# Folders of the standard library that are not used, because some distributors leave them out.
 PRUNED = {"__pycache__", "test", "tests", "idle_test"}
-OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
+OF_THE_BUILD = ("torch/version.py",)  # differs between the builds of torch for CPUs and GPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
-LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)  # and NUMPY_LICENSE
-# Comments and strings of a Python source, in order; possessive, so that an open quote cannot
-# backtrack.
+# The names of licence files, also with a prefix, such as NUMPY_LICENSE.
+LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)
+# The comments and strings of a Python source, in order. The quantifiers are possessive (++, *+), so
+# that a quote that is never closed causes no backtracking.
 COMMENT_OR_STRING = re.compile(
     r"""\#[^\n]*+
       | \"{3}(?:[^\\"]++|\\.|"(?!""))*+\"{3} | '{3}(?:[^\\']++|\\.|'(?!''))*+'{3}
@@ -39,7 +41,7 @@ COMMENT_OR_STRING = re.compile(
 
 
 def text_versions() -> dict[str, str | None]:
-    """The versions of the distributions whose text is used; None for those not installed."""
+    """The version of each distribution whose text is used, or None if it is not installed."""
     versions: dict[str, str | None] = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -48,26 +50,29 @@ def text_versions() -> dict[str, str | None]:
 
 
 def text_digest(text: str) -> bytes:
-    """SHA-256 of a document: what makes it the same document, and what sorts it."""
+    """SHA-256 of a document. Documents are compared and sorted by it."""
     return hashlib.sha256(text.encode()).digest()
 
 
 def split_fraction(text: str) -> float:
-    """A number in [0, 1) that decides on a document's split: so the same in every corpus."""
+    """A number in [0, 1) that decides on a document's split.
+
+    It depends on the text alone, so that a document is in the same split in every corpus.
+    """
     return int.from_bytes(text_digest(text)[-8:], "big") / 2**64
 
 
 def docstrings() -> Iterator[str]:
-    """The docstrings of the modules, classes and functions of a file, joined: a document a file.
+    """The docstrings of each Python file, joined into one document per file.
 
-    Sorted by the hash of the text, each docstring kept once: the same installed versions give the
-    same documents, wherever, with whatever else and whenever they were installed.
+    The documents are sorted by the hash of their text, and each docstring is kept once. So the same
+    package versions give the same documents on every machine.
     """
     documents = {}
     for path in files_with(".py"):
         parts = docstrings_of(text_of(path))
         documents[text_digest("\0".join(parts))] = parts
-    # A docstring that stands in several files is of the first of them.
+    # A docstring that occurs in several files is kept in the first of them.
     seen = set()
     for _, parts in sorted(documents.items()):
         new = [part for part in dict.fromkeys(parts) if part not in seen]
@@ -78,32 +83,34 @@ def docstrings() -> Iterator[str]:
 
 
 def sources(*others: str) -> Iterator[str]:
-    """The Python sources and files with other suffixes, a document a file, sorted by the hash of
-    the text.
+    """Python sources, and files with the other suffixes, as one document per file.
 
-    Those that are UTF-8, long enough and not generated, each once.
+    Files that are not UTF-8, too short or generated are left out, and equal files are kept once.
+    The documents are sorted by the hash of their text.
     """
     unique = {}
     for path in files_with(".py", *others):
         text = text_of(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path
-    # Read a second time rather than kept: the text is hundreds of megabytes.
+    # The files are read a second time, because their text is too large to keep in memory (hundreds
+    # of megabytes).
     for digest in sorted(unique):
         yield text_of(unique[digest])
 
 
 def everything() -> Iterator[str]:
-    """Python sources, C and C++ headers, and .rst, .md and .txt files: no licences, no data."""
+    """Python sources, C and C++ headers, and .rst, .md and .txt files other than licences."""
     return sources(*HEADERS, *PROSE)
 
 
 def docstrings_of(source: str) -> list[str]:
-    """The docstrings of a Python source in order: triple-quoted, first in the file or on a line
-    after a colon.
+    """The docstrings of a Python source, in order.
 
-    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of
-    a minute for all of site-packages) and all but equal to it. Escapes stay as they are written.
+    A docstring is a triple-quoted string that comes first in the file or follows a line that ends
+    with a colon. A scan over comments and strings finds almost the same docstrings as a parser, ten
+    times faster (in seconds instead of a minute for all of site-packages). Escape sequences stay as
+    they are written.
     """
     texts = []
     for match in docstring_matches(source):
@@ -114,17 +121,17 @@ def docstrings_of(source: str) -> list[str]:
 
 
 def docstring_matches(source: str) -> Iterator[re.Match[str]]:
-    """The docstrings of a Python source where they stand, quotes included."""
+    """The docstrings of a Python source as matches, with their positions and their quotes."""
     first = True
     for match in COMMENT_OR_STRING.finditer(source):
         if not match.group().startswith(('"""', "'''")):
             continue
-        line = source.rfind("\n", 0, match.start()) + 1  # where the quotes' line begins
+        line = source.rfind("\n", 0, match.start()) + 1  # the start of the line with the quotes
         prefix = source[line : match.start()]
-        if prefix.strip(" \trRuU"):  # part of an expression
+        if prefix.strip(" \trRuU"):  # the string is part of an expression
             continue
         before = source[:line].rstrip()
-        last = before[before.rfind("\n") + 1 :]  # the last line before it that is not empty
+        last = before[before.rfind("\n") + 1 :]  # the last line before the string that is not empty
         code = last.partition("#")[0].rstrip()
         after_colon = last.endswith(":") or code.endswith(":")
         if after_colon or (first and _only_comments(before)):
@@ -141,11 +148,11 @@ def _only_comments(source: str) -> bool:
 
 
 def files_with(*suffixes: str) -> Iterator[Path]:
-    """The files with these suffixes, without licences, of the standard library and of the installed
-    distributions.
+    """The files with these suffixes in the standard library and the installed distributions.
 
-    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its
-    folders. Not scripts (outside its folders) nor *-info folders (records of the installation).
+    Licences are left out. A distribution contributes the files that its RECORD lists, that is, the
+    contents of its wheel and nothing else that lies in its folders. Scripts, which are installed
+    outside these folders, and *-info folders, which describe the installation, are left out too.
     """
     packages = text_versions()
     missing = [name for name, version in packages.items() if version is None]
@@ -163,7 +170,7 @@ def files_with(*suffixes: str) -> Iterator[Path]:
             its_own = top != ".." and not top.endswith("-info")
             if its_own and file.as_posix() not in OF_THE_BUILD:
                 files.append(Path(str(file.locate())))
-    # As a list, whose length the bar shows.
+    # The files are collected in a list first, since the progress bar shows their number.
     paths = []
     for path in files:
         if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name):
@@ -172,7 +179,7 @@ def files_with(*suffixes: str) -> Iterator[Path]:
 
 
 def _standard_library() -> Iterator[Path]:
-    """The files of the running Python's own modules, without their tests."""
+    """The files of the standard library of the running Python, without their tests."""
     root = Path(sysconfig.get_path("stdlib"))
     for top in root.iterdir():
         if top.stem not in sys.stdlib_module_names:
@@ -184,9 +191,10 @@ def _standard_library() -> Iterator[Path]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file; empty where there is none or it is not UTF-8.
+    """The text of a file. It is empty if the file is missing or is not UTF-8.
 
-    One that may not be read raises PermissionError: without it the text would be another one.
+    Raises PermissionError for a file that may not be read, because the corpus would silently be
+    another one without it.
     """
     try:
         return path.read_text(encoding="utf-8-sig").strip()

@@ -1,4 +1,4 @@
-"""Text from outside: hub data sets in streaming mode, the Pile's domains, local text and JSONL."""
+"""External text: hub data sets in streaming mode, the domains of the Pile, and local files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from sinkutils.paths import LEDGER, read_yaml
 
 TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
-PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
-# One of them: the rest of the text, or it ends at the last empty line, line end or space that fits,
-# or where it must.
+PIECE_CHARACTERS = 2_000  # the largest size of the documents into which a text file is cut
+# The pattern of one such document. It is the rest of the text if that fits. Otherwise it ends at
+# the last empty line, else at the last line end, else at the last space that fits, else at the
+# limit.
 PIECE = re.compile(
     r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
 )
 
-# The original Pile is no longer distributed. This is assumed to be its counterpart: the same data
-# without the copyrighted sets, which leaves the 17 that the paper names.
+# The original Pile is no longer distributed. We assume that this copy is the paper's data: it lacks
+# the copyrighted sets, which leaves the 17 domains that the paper names.
 PILE = "monology/pile-uncopyrighted"
 PILE_WEIGHTS = read_yaml(LEDGER / "pile.yaml")
-# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text
-# (Section 5: 5B tokens).
+# The paper's tokenizer has 50,277 tokens, and the vocabulary of its models is padded to 50,432. The
+# paper trains on 5B tokens (Section 5).
 NEOX_TOKENIZER = "EleutherAI/gpt-neox-20b"
 NEOX_PADDED = 50_432
 PILE_TOKENS = 5_000_000_000
-PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
+PILE_SLACK = 1_000_000  # the number of characters by which a domain may exceed its share
 
 
 def hub_rows(
@@ -39,17 +40,18 @@ def hub_rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a split of a hub data set, streamed.
 
-    What the client raises for a missing network becomes one clear line.
+    Raises ConnectionError with advice if the data set cannot be read, for example without a
+    network, and ValueError for an unknown config or split.
     """
     import datasets
 
     try:
         yield from datasets.load_dataset(dataset, config, split=split, streaming=True, **options)
-    except ValueError:  # an unknown config or split: datasets lists what exists
+    except ValueError:  # an unknown config or split: the message of datasets lists the known ones
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # a full disk, a folder of someone else
+            raise  # an error of the disk, which may be full or not writable
         raise ConnectionError(
             f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the "
             "network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
@@ -57,7 +59,7 @@ def hub_rows(
 
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
-    """The documents of the train split of a hub data set, from its field "text" or "content"."""
+    """The documents of a hub data set's train split, from the field "text" or "content"."""
     for row in hub_rows(dataset, config=config):
         if row.keys().isdisjoint(TEXT_FIELDS):
             raise ValueError(
@@ -68,10 +70,10 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
 
 
 def pile(domain: str = "") -> Iterator[str]:
-    """The documents of one domain of the Pile (Fig. 9), or of all 17 mixed by the authors' weights.
+    """The documents of one domain of the Pile (Fig. 9), or of all 17 with the authors' weights.
 
-    One pass over the stream: of all, a document is taken where its domain is not ahead of its share
-    of the text so far, counted in characters.
+    The stream is read once. In the mixture, a document is skipped if its domain already has more
+    than its share of the characters so far.
     """
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
     whole = sum(weights.values())
@@ -87,11 +89,11 @@ def pile(domain: str = "") -> Iterator[str]:
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a file, or of those in a folder: `probe(texts=..)` takes them.
+    """The texts of a file, or of all files in a folder, for `probe(texts=..)`.
 
-    Files are .txt, .md or .jsonl. A line of a .jsonl file is a text, and any other file. Raises
-    FileNotFoundError where there is no such file, and ValueError for one that is not text, saying
-    where.
+    Files are .txt, .md or .jsonl. Each line of a .jsonl file is one text, and each other file is
+    one. Raises FileNotFoundError if there is no such file, and ValueError for a file that is not
+    text; the message says where.
     """
     texts: list[str] = []
     for file in local_files(Path(os.path.expanduser(path))):
@@ -102,9 +104,9 @@ def read_texts(path: str | Path) -> list[str]:
 def local(files: list[Path]) -> Iterator[str]:
     """The documents of .txt, .md and .jsonl files, in their order.
 
-    A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs
-    where they are longer than PIECE_CHARACTERS, because the splits are made by document: a novel or
-    three have text for each.
+    Each line of a .jsonl file is one document, however long it is. Another file is cut into pieces,
+    mostly at the ends of paragraphs, if it is longer than PIECE_CHARACTERS. The splits are made by
+    document, so that one novel would otherwise have no text for two of the three splits.
     """
     for file in files:
         for text in _texts_of(file):
@@ -115,9 +117,9 @@ def local(files: list[Path]) -> Iterator[str]:
 
 
 def _texts_of(file: Path) -> Iterator[str]:
-    """The text of a file, or those of the lines of a .jsonl file."""
+    """The text of a file, or the texts in the lines of a .jsonl file."""
     if file.suffix.lower() != ".jsonl":
-        # The same text has the same tokens, also where it was saved on Windows.
+        # A file that was saved on Windows gets the same tokens.
         yield _decoded(file.read_bytes(), str(file)).replace("\r\n", "\n")
         return
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -143,7 +145,10 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def local_files(path: Path) -> list[Path]:
-    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted."""
+    """The .txt, .md and .jsonl files in a folder and its subfolders, sorted; or `path`, if a file.
+
+    Raises FileNotFoundError if there are none.
+    """
     files = []
     for file in (path, *sorted(path.rglob("*"))):
         if file.suffix.lower() in SUFFIXES and file.is_file():

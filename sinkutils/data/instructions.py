@@ -1,9 +1,9 @@
-"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens of which the
-answers carry loss.
+"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens.
 
-A conversation is a list of messages {"role": system, user or assistant, "content": text}, as in
-UltraChat. The embedded ones ask what a class, function or method of an installed package does; its
-docstring's first paragraph is the answer.
+Only the tokens of the answers carry loss. A conversation is a list of messages {"role": system,
+user or assistant, "content": text}, as in UltraChat. In the embedded conversations, the question is
+what a class, function or method of an installed package does, and the answer is the first paragraph
+of its docstring.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from sinkutils.data.tokenizer import encode
 Conversation = list[dict[str, str]]
 # The paper's data set, and the split for fine-tuning.
 ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")
-IGNORED = -100  # a target without loss
+IGNORED = -100  # the target at positions that carry no loss
 TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
-MIN_WORDS = 3  # of an answer
+MIN_WORDS = 3  # the shortest answer
 # The start of a class or function, with its indentation.
 HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 class Pairs(Batches):
-    """Conversations as rows (n, 2, C + 1): the tokens, and the same where an answer's token is to
-    be predicted.
+    """Conversations as rows (n, 2, C + 1), which hold the tokens and the targets.
+
+    The targets are the tokens again, but IGNORED wherever the token is not part of an answer.
     """
 
     def __init__(self, rows: np.ndarray, eos_id: int) -> None:
@@ -62,19 +63,19 @@ class Pairs(Batches):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a conversation becomes a row: with which tokenizer, after which tokens, how long."""
+    """How a conversation is written as a row of tokens."""
 
     tokenizer: Tokenizer
-    first: list[int]  # ids before the conversation: x_fix where the model was trained with one
-    eos_id: int  # ends an answer, and pads
+    first: list[int]  # the ids before the conversation: x_fix if the model was trained with it
+    eos_id: int  # ends each answer, and pads the row
     context_length: int  # C
 
 
 def conversations(name: str) -> Iterator[Conversation]:
     """The conversations of a source: "docstrings", "ultrachat", or "path:<file.jsonl>".
 
-    Raises ValueError for an unknown name and for rows of another shape than UltraChat's,
-    ConnectionError where a file or the hub cannot be read.
+    Raises ValueError for an unknown name, and for rows that do not have UltraChat's form. Raises
+    ConnectionError if the file or the hub cannot be read.
     """
     kind, _, file = name.partition(":")
     if name == "docstrings":
@@ -110,11 +111,11 @@ def _is_conversation(messages: Any) -> bool:
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
-    """The questions and answers of a Python source: of its classes, functions and methods with a
-    docstring, in order.
+    """A question and an answer for each docstring of a class, function or method, in order.
 
-    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does
-    not stand right after a header whose last line alone ends with a colon is left out.
+    The question puts the class before a method's name. The docstrings are found by the same scan as
+    in `docstrings_of`. A docstring is used only if it stands right after a header of which no line
+    but the last ends with a colon.
     """
     headers = list(HEADER.finditer(source))
     for match in embedded.docstring_matches(source):
@@ -124,7 +125,7 @@ def conversations_of(source: str) -> Iterator[Conversation]:
         words = text.split("\n\n")[0].split()
         if not before or len(words) < MIN_WORDS:
             continue
-        # Between the header's first line and the docstring only its own colon may end a line.
+        # From the header's first line to the docstring, only the header's own colon may end a line.
         header = before[-1]
         between = source[header.start() : match.start()]
         lines = between.rstrip(" \t\nrRuU").splitlines()
@@ -138,13 +139,13 @@ def conversations_of(source: str) -> Iterator[Conversation]:
 
 
 def _question(headers: list[re.Match[str]]) -> str:
-    """What is asked of the last of these headers."""
+    """The question about the class or function that the last of these headers begins."""
     indent, kind, name = headers[-1].groups()
     if kind == "class":
         return f"What is the class {name}?"
-    if indent:  # a method, or a function within another
+    if indent:  # a method, or a function inside another
         for header in reversed(headers):
-            if not header[1]:  # what it stands in
+            if not header[1]:  # the class or function, without indentation, that contains it
                 if header[2] == "class":
                     name = f"{header[3]}.{name}"
                 break
@@ -154,11 +155,11 @@ def _question(headers: list[re.Match[str]]) -> str:
 def encode_conversation(
     messages: Conversation, layout: Layout
 ) -> tuple[list[int], list[int]] | None:
-    """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an
-    answer is within C.
+    """The tokens and the targets of a conversation, each a list of at most C + 1 ids.
 
-    The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand
-    in the tokens' own places, so that the target at i is predicted from the tokens before i.
+    The targets are the tokens of the answers, with the EOS after each, and IGNORED elsewhere. A
+    target has the index of its token, so that target i is predicted from the tokens before i.
+    Returns None if the conversation has to be cut before its first answer.
     """
     ids = [*layout.first]
     targets = [IGNORED] * len(layout.first)
@@ -182,15 +183,15 @@ def encode_conversation(
 def make_pairs(
     source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str
 ) -> list[Pairs]:
-    """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in
-    order.
+    """The first conversations that fit, divided in order into one `Pairs` for each of `counts`.
 
-    Raises ValueError, naming the source, where there are fewer than all of `counts`.
+    A conversation whose answer has occurred before is skipped. Raises ValueError, which names the
+    source, if there are fewer conversations than the counts add up to.
     """
     shape = (sum(counts), 2, layout.context_length + 1)
     rows = np.full(shape, IGNORED, dtype=np.int32)
     rows[:, 0] = layout.eos_id
-    answers: set[str] = set()  # one for each row that is filled
+    answers: set[str] = set()  # the answers so far, one for each row that is filled
     for messages in tqdm(
         source, desc=f"instructions from {name}", unit="conversation", leave=False
     ):
@@ -204,7 +205,7 @@ def make_pairs(
         encoded = encode_conversation(messages, layout)
         if encoded is not None:
             ids, targets = encoded
-            rows[filled, :, : len(ids)] = [ids, targets]  # EOS and IGNORED stay behind them
+            rows[filled, :, : len(ids)] = [ids, targets]  # EOS and IGNORED pad the row
             answers.add(answer)
     if len(answers) < len(rows):
         raise ValueError(

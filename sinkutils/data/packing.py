@@ -1,5 +1,6 @@
-"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as
-parameters.
+"""Documents packed into chunks (Section 2, Fig. 1 right).
+
+The interventions of Section 5 on the text are parameters.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
 
 CPU = torch.device("cpu")
-# The streams of random numbers of a seed. Another number makes other records.
+# Each seed has several streams of random numbers: for the order of the rows, for redrawn tokens and
+# for the places of x_fix. To change a stream's number would change the records.
 ORDER, REDRAWN, PLACES = 1, 5, 6
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What a run trains on. Positions are 1-based, as in the paper."""
+    """The text that a run trains on. Positions are 1-based, as in the paper."""
 
     corpus: str = "docstrings"
-    share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
-    # redrawn uniformly from the vocabulary, once for each chunk
+    share: float = 1.0  # the share of the training tokens that is used (Fig. 5 right)
+    # the tokens at these positions are drawn uniformly from the vocabulary, once for each chunk
     random_positions: tuple[int, ...] = ()
-    fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
-    # x_fix stands elsewhere in each chunk trained on, and at fixed_position where it is measured
+    # x_fix, a token that occurs in no text, overwrites this position (Table 10 right)
+    fixed_position: int | None = None
+    # each training chunk has x_fix at a random position, and measured texts at fixed_position
     random_place: bool = False
-    unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
-    # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
+    unscored: tuple[int, ...] = ()  # the positions whose next-token prediction carries no loss
+    # the corpus to validate on instead of `corpus` (Section 4: Pile-CC)
     validation: str | None = None
 
     def __post_init__(self) -> None:
@@ -46,10 +49,10 @@ class DataConfig:
 
 
 class Batches:
-    """Rows that are drawn in an order that depends on seed and step only."""
+    """Rows to train on, in an order that depends on the seed only."""
 
-    tokens: Any  # all that the rows hold
-    length: int  # number of rows
+    tokens: Any  # the tokens of all rows
+    length: int  # the number of rows
 
     def __len__(self) -> int:
         return self.length
@@ -59,33 +62,35 @@ class Batches:
         raise NotImplementedError
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed,
-        step) only.
+        """The `size` rows of a step (0, 1, ..). Each epoch has a fresh permutation of the rows.
+
+        The result depends on seed and step only, so that a run can be resumed at any step.
         """
-        # The rows are numbered on from step to step: number n is place n mod N of epoch n div N.
+        # The steps number their rows consecutively. With N rows in all, number n is place n mod N
+        # of epoch n div N.
         numbers = np.arange(step * size, (step + 1) * size)
         epochs, places = np.divmod(numbers, self.length)
         rows = np.empty(size, dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():  # one, or two where an epoch ends in this step
+        for epoch in np.unique(epochs).tolist():  # more than one if an epoch ends in this step
             here = epochs == epoch
             order = _permutation(self.length, seed, epoch)
             rows[here] = order[places[here]]
         return self.take(rows)
 
 
-@lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs (studies) take turns
+@lru_cache(maxsize=64)  # a step may need two epochs, and the stacked runs of studies take turns
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, ORDER, epoch]).permutation(length)
 
 
 class Chunks(Batches):
-    """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
+    """A split as chunks of C + 1 tokens. The first C are the inputs, the last C the targets.
 
-    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a
-    document and the next chunk begins with the token that this one only predicts.
+    The documents are joined with EOS and cut at every C tokens. So a chunk may start anywhere in a
+    document. Its last token is a target only, and is the first token of the next chunk.
 
-    device: where chunks are cut. On the CPU the tokens stay on disk; elsewhere all of them go to
-    the device once, and later only the numbers of the chunks.
+    device: where the chunks are cut. On the CPU the tokens stay on disk. For a GPU, all tokens are
+    copied there once, and later only the numbers of the chunks are copied.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Chunks(Batches):
         tokens = torch.from_numpy(corpus.tokens(split))  # unsigned, as on disk
         if split == "train":
             tokens = tokens[: int(len(tokens) * data.share)]
-        if device.type != "cpu":  # few operations of a GPU know unsigned integers
+        if device.type != "cpu":  # few operations on a GPU support unsigned integers
             tokens = tokens.int().to(device)
         self.tokens = tokens
         self.data = data
@@ -117,8 +122,8 @@ class Chunks(Batches):
         require(
             last <= context_length, f"position {last} is beyond context_length={context_length}"
         )
-        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
-        # tokens.
+        # The draw is made once for each chunk, as in the authors' data on disk: in a later epoch a
+        # chunk has the same random tokens again.
         size = (self.length, len(data.random_positions))
         of_tokens = np.random.default_rng([seed, REDRAWN])
         of_places = np.random.default_rng([seed, PLACES])
@@ -129,8 +134,8 @@ class Chunks(Batches):
         self.columns = torch.arange(context_length + 1, device=device)
 
     def take(self, indices: np.ndarray) -> Tensor:
-        """Chunks by index, (n, C + 1) int64, with the interventions made."""
-        # Places in the text, one row of C + 1 a chunk.
+        """The chunks with these indices, (n, C + 1) int64, after the interventions of `data`."""
+        # Each chunk is one row of C + 1 places in the text.
         data = self.data
         rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
         starts = rows[:, None] * self.context_length  # (n, 1)
@@ -144,7 +149,7 @@ class Chunks(Batches):
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
-    """`ids` (n, T) with x_fix at 1-based `position`; unchanged where that is None or beyond T."""
+    """`ids` (n, T) with x_fix at a 1-based position; unchanged if that is None or beyond T."""
     if position is None or position > ids.shape[1]:
         return ids
     ids = ids.clone()

@@ -1,5 +1,6 @@
-"""The inputs of Section 3.3 on which sinks are measured: natural text, random tokens, one repeated
-token.
+"""Probes: the texts of Section 3.3 on which sinks are measured.
+
+They are natural text, random tokens, or one repeated token.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from sinkutils.checks import instance, integer, require, short
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.tokenizer import bos_id, encode, marked_special
 
-PROBES = ("natural", "random", "repeat")  # a kind's place is part of its seed: append only
+# The index of a kind enters its seed, so that a new kind may only be appended.
+PROBES = ("natural", "random", "repeat")
 SEQUENCES = 100
-CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
+# Before a text is tokenised it is cut to this many characters for each token that is needed.
+CHARACTERS_A_TOKEN = 32
 
 
 def probe(
@@ -31,19 +34,22 @@ def probe(
     corpus: str | Corpus = "docstrings",
     texts: Iterable[str] | None = None,
 ) -> Tensor:
-    """Token ids (n, length), int64, a function of the arguments only.
+    """Token ids (n, length), int64, to measure sinks on. They depend on the arguments only.
 
-    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text),
-    "random" is uniform over the vocabulary without special tokens, "repeat" is one such token a
-    sequence, repeated. None: `texts`, each cut into windows of `length` tokens, one after the
-    other; what is left at the end of a text is not used. tokenizer: a `tokenizers.Tokenizer` or a
-    transformers tokenizer. Its special tokens are never added, and written in a text they are text.
-    n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep
-    their order. bos: whether the tokenizer's BOS stands first, within `length`. corpus, texts:
-    where natural text comes from: the probe split of a corpus, or any texts given.
+    kind: "natural" takes the first tokens of n documents. "random" draws every token uniformly from
+    the vocabulary without special tokens. "repeat" draws one such token for each sequence and
+    repeats it. None cuts each of `texts` into consecutive windows of `length` tokens; the rest at
+    the end of a text is not used.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. No special token is added, and
+    the name of a special token inside a text is read as ordinary text.
+    n: the number of sequences. None means 100, or with kind=None all windows. If n is smaller than
+    the number of windows, n of them are drawn and keep their order.
+    bos: whether each sequence begins with the tokenizer's BOS, which counts towards `length`.
+    corpus: the corpus whose probe split, which no training sees, gives the natural text.
+    texts: texts to use instead of a corpus.
 
-    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked
-    for, or too little text.
+    Raises ValueError for an unknown kind, an object that is no tokenizer, a tokenizer without BOS
+    if bos is set, or too little text.
     """
     if kind not in PROBES and (kind is not None or texts is None):
         raise ValueError(
@@ -60,7 +66,7 @@ def probe(
         n = integer("n", n, least=1)
     length = integer("length", length, least=1 + bos)
     seed = integer("seed", seed, least=0)
-    # The tokens of the text: all but a BOS.
+    # The number of tokens that the text has to supply: all but the BOS.
     needed = length - bos
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, _several(texts))
@@ -70,7 +76,7 @@ def probe(
         every = set(tokenizer.get_vocab().values())
         vocabulary = sorted(every - marked_special(tokenizer))
         generator = np.random.default_rng([seed, PROBES.index(kind)])
-        different = needed if kind == "random" else 1  # tokens of a sequence
+        different = needed if kind == "random" else 1  # how many tokens are drawn for a sequence
         drawn = generator.choice(vocabulary, size=(n or SEQUENCES, different))
         ids = np.broadcast_to(drawn, (len(drawn), needed))
     if bos:
@@ -79,10 +85,10 @@ def probe(
 
 
 def _several(texts: Any) -> list[str]:
-    """The texts as a list. Raises ValueError unless they are several strings."""
-    # Of what has columns, a loop would take the names.
+    """The texts as a list. Raises ValueError unless they are a collection of strings."""
+    # A loop over a table would yield the names of its columns.
     has_columns = hasattr(texts, "columns") or hasattr(texts, "column_names")
-    # A set has another order in each process.
+    # The order of a set differs from process to process.
     refused = isinstance(texts, str | Mapping | set | frozenset) or has_columns
     documents = []
     if isinstance(texts, Iterable) and not refused:
@@ -98,7 +104,7 @@ def _several(texts: Any) -> list[str]:
 
 
 def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:
-    """The texts cut at every `needed` tokens, (n, needed)."""
+    """n windows of the texts, which are cut at every `needed` tokens: (n, needed)."""
     windows = []
     for text in texts:
         ids = encode(tokenizer, text)
@@ -111,7 +117,7 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
         "longer texts, a smaller n or a smaller length",
     )
     order = np.random.default_rng(seed).permutation(len(windows))
-    drawn = np.sort(order[:n])  # all of them where n is None
+    drawn = np.sort(order[:n])  # all windows if n is None
     return np.array(windows)[drawn]
 
 
@@ -123,7 +129,10 @@ def _natural(
     corpus: str | Corpus,
     texts: Iterable[str] | None,
 ) -> np.ndarray:
-    """The first `needed` tokens of n documents that have them, in an order drawn by the seed."""
+    """The first `needed` tokens of n documents that are long enough: (n, needed).
+
+    The seed determines the order in which the documents are tried.
+    """
     if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
         instance("corpus", source, Corpus)
@@ -133,8 +142,8 @@ def _natural(
     chosen = []
     for index in generator.permutation(len(documents)):
         text = documents[index]
-        # Of a long text a part will do; the last token of a cut text may not be a token of the
-        # whole one.
+        # The beginning of a long text is enough. It must have one token more than needed, because
+        # the cut may change the last token.
         ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
         if len(ids) <= needed:
             ids = encode(tokenizer, text)

@@ -13,16 +13,18 @@ from sinkutils.checks import first_line, require
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-ROLES = {  # GPT-NeoX and GPT-2 have one token for both ends
+# A role is played by the first of its tokens that the vocabulary has. In GPT-2 and GPT-NeoX one
+# token is both EOS and BOS.
+ROLES = {
     "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
     "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>"),
     "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
 }
-UNKNOWN = "\U00012219"  # a cuneiform sign, in no vocabulary
+UNKNOWN = "\U00012219"  # a cuneiform sign, which is in no vocabulary
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with the special tokens at ids 0, 1, 2."""
+    """Train a byte-level BPE. Its special tokens have the ids 0, 1 and 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,14 +39,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def open_tokenizer(file: str | Path) -> Tokenizer:
-    """A tokenizer.json, to which "<eos>" and the like written in a text are text."""
+    """Open a tokenizer.json so that a string such as "<eos>" in a text is read as ordinary text."""
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
+    """Load a tokenizer.json from disk, or the tokenizer of a hub model.
+
+    Raises ConnectionError if it cannot be read, and ValueError if it has more than vocab_size
+    tokens.
+    """
     read = Tokenizer.from_file if Path(name).is_file() else Tokenizer.from_pretrained
     try:
         tokenizer: Tokenizer = read(name)
@@ -63,7 +69,10 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
-    """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
+    """The ids of EOS, BOS and x_fix, and the first id that is not special.
+
+    With GPT-NeoX's tokenizer x_fix is the padding token, as in the authors' code.
+    """
     ids = {}
     for role, tokens in ROLES.items():
         found = _first(tokenizer, tokens)
@@ -72,7 +81,7 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
                 f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}"
             )
         ids[role] = found
-    # The ids from 0 on are often special, and a text's begin after them.
+    # Often the smallest ids are special, and those of ordinary text follow.
     special = marked_special(tokenizer) | {*ids.values()}
     first_text_id = 0
     while first_text_id in special:
@@ -81,7 +90,7 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
 
 
 def marked_special(tokenizer: Any) -> set[int]:
-    """The ids that a tokenizer marks as special, in whatever list of its.
+    """All ids that a tokenizer marks as special; each library keeps them in lists of its own.
 
     tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer.
     """
@@ -89,12 +98,12 @@ def marked_special(tokenizer: Any) -> set[int]:
     backend = _backend(tokenizer)
     if backend is not None:
         special |= _special_among(backend.get_added_tokens_decoder())
-        # What is put around a text.
+        # The tokens that it puts before and after a text.
         plain = backend.encode("", add_special_tokens=False).ids
         special |= {*backend.encode("").ids} - {*plain}
     if backend is not tokenizer:
-        special |= {*tokenizer.all_special_ids} - {None}  # those with a role, such as BOS
-        # Not of mistral-common, where all have a role.
+        special |= {*tokenizer.all_special_ids} - {None}  # tokens with a role, such as BOS
+        # The tokenizers of mistral-common have no such list: all their special tokens have a role.
         with contextlib.suppress(AttributeError, NotImplementedError):
             special |= _special_among(tokenizer.added_tokens_decoder)
     return special
@@ -105,30 +114,32 @@ def _special_among(added: dict[int, Any]) -> set[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text: no special tokens are added, and those written in the text are text.
+    """The token ids of a text, without special tokens.
 
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where
-    one cannot help reading a special token (written in Python, or a vocabulary that holds it as a
-    word), that token is left out. Half a character, which JSON can hold and no tokenizer reads, is
-    "?", as in a corpus.
+    No special token is added, and the name of one inside the text is read as ordinary text. Some
+    tokenizers cannot do this, because they are written in Python or hold the special token as a
+    word. Then the special token is left out.
+
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. It is left unchanged.
+    text: a lone surrogate, which JSON can hold and no tokenizer accepts, becomes "?".
     """
     ids = _text_ids(tokenizer, text.encode(errors="replace").decode())
     backend = _backend(tokenizer)
     if backend is not None and isinstance(backend.model, models.BPE):
-        return ids  # no merge makes a special token
-    # What stands for unknown characters may be special, and is text.
+        return ids  # the merges of BPE never produce a special token
+    # The token for unknown characters may be marked as special, but it stands for text here.
     special = marked_special(tokenizer).difference(_text_ids(tokenizer, UNKNOWN))
     return [token for token in ids if token not in special]
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
-    """The `tokenizers.Tokenizer` that does the work, if there is one."""
+    """The `tokenizers.Tokenizer` inside a tokenizer, or None if that is written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return backend if isinstance(backend, Tokenizer) else None
 
 
 def _text_ids(tokenizer: Any, text: str) -> list[int]:
-    """`encode` by the tokenizer's own option, neither cut nor padded."""
+    """The ids by the tokenizer's own option to add no special tokens, neither cut nor padded."""
     backend = _backend(tokenizer)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -149,7 +160,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def bos_id(tokenizer: Any) -> int:
-    """The id of a tokenizer's BOS. Raises ValueError if it has none."""
+    """The id of a tokenizer's BOS token. Raises ValueError if it has none."""
     if isinstance(tokenizer, Tokenizer):
         token = _first(tokenizer, ROLES["bos_id"])
     else:
@@ -160,7 +171,7 @@ def bos_id(tokenizer: Any) -> int:
 
 
 def _first(tokenizer: Tokenizer, tokens: Iterable[str]) -> int | None:
-    """The id of the first of these tokens that the vocabulary has."""
+    """The id of the first of these tokens that is in the vocabulary, or None."""
     for token in tokens:
         i: int | None = tokenizer.token_to_id(token)
         if i is not None:

@@ -1,1 +1,1 @@
-"""From records to verdicts."""
+"""The ledger: it reads the records and judges the claims."""

@@ -1,27 +1,29 @@
-"""The claims of data/claims.yaml as Python objects: what each says, and the checks that decide it.
+"""The claims of data/claims.yaml as Python objects, with the checks that decide them.
+
+These are all kinds of checks, as they are written in the file:
 
     checks:
       - {present: [kv_bias, k_bias], of: excess_star}
-            each has a sink; `absent`: none has
+            each of these experiments has a sink (`absent`: none of them has one)
       - {more: [lr_x2, base, lr_half]}
-            each has more than the next
+            each experiment has a larger value than the next
       - {more: base, than: [gate_head, gate_element]}
-            the one has more than each of the others
+            the first has a larger value than each of the others
       - {kept: post_norm}
-            no less than the base; `same`: neither less nor more
+            the value is no less than that of the base (`same`: neither less nor more)
       - {loss: [sigmoid, elu]}
-            no worse a validation loss than the base's; `worse`: a worse one
+            the validation loss is no worse than that of the base (`worse`: it is worse)
       - {alike: sft_sigmoid, than: sft_softmax, of: end}
-            within a factor of two
+            the two values differ by at most a factor of two
       - {together: dyt}
-            sink and large element, or neither; `apart`: one of the two
+            there are both a sink and a large element, or neither (`apart`: only one of them)
       - {fails: linear}
-            training fails; `trains`: it does not
+            the training fails (`trains`: it does not)
       - {real: sink_natural, above: 2.9}
-            a number of each model in `real_models`; or `below` the bar
+            a number of each real model (`readings.real_models`) lies above the bar (or `below`)
 
-`of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where
-nothing stands.
+`of` names the quantity; the default is `excess` (`valid_loss` for `loss` and `worse`). `than` names
+the experiment to compare with; the default is `base`.
 """
 
 from __future__ import annotations
@@ -40,28 +42,31 @@ from sinkutils.study.config import Json
 
 OF_ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
 OF_RUNS = (*OF_ONE_RUN, "more", "same", "kept", "alike", "loss", "worse")
-REAL = ("above", "below")  # of a real model's number
+REAL = ("above", "below")  # the kinds of checks on a number of a real model
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question about one or two experiments, or about a real model ("above", "below")."""
+    """One check, on one or two experiments or on a real model ("above", "below")."""
 
     kind: str
-    runs: tuple[str, ...]  # or the model
+    runs: tuple[str, ...]  # the experiments, or the real model
     quantity: str
-    bar: float = math.nan  # of a question about a real model
+    bar: float = math.nan  # in a check on a real model, the number to compare with
 
 
 @dataclass(frozen=True)
 class Claim:
     """One claim.
 
-    given: what it takes for granted, without which nothing is tested. remark: by hand.
-    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here,
-    if so: it holds in an untrained model ("untrained"), by "mathematics" ("mathematics, in part":
-    not in every case), or by "construction"; or part of it is that a sink goes which our models
-    do not have ("no sink to lose, in part"). fresh: only seeds that came after the claim count.
+    given: the premises. If they do not hold, the claim is not tested.
+    gate: names the presets that cannot show the claim (`judge.GATED`).
+    fresh: whether only those seeds count that were trained after the claim was made.
+    remark: a comment written by hand.
+    trivial: the reason why the claim could not have failed here, if there is one. It holds in an
+    untrained model ("untrained"), by "mathematics" ("mathematics, in part" if not in every case) or
+    by "construction". With "no sink to lose, in part", part of the claim is that a sink vanishes
+    which our models do not have.
     """
 
     id: str
@@ -69,8 +74,8 @@ class Claim:
     claim: str
     checks: tuple[Check, ...]
     given: tuple[Check, ...]
-    paper: str = ""  # its numbers as printed
-    part: str = "paper"  # "later": of a later paper; "ours": of this project
+    paper: str = ""  # the paper's numbers as printed
+    part: str = "paper"  # "later" for a claim of a later paper, "ours" for one of this project
     gate: str = "trained"
     trivial: str = ""
     fresh: bool = False
@@ -79,9 +84,9 @@ class Claim:
 
 @lru_cache(maxsize=2)
 def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
-    """Every claim, in the file's order.
+    """All claims, in the order of the file.
 
-    Raises ValueError that names the claim and what is wrong with it.
+    Raises ValueError, which names the claim and the mistake in it.
     """
     claims = []
     for entry in paths.read_yaml(path):
@@ -96,7 +101,7 @@ def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
 
 
 def _checks(lines: list[Json]) -> tuple[Check, ...]:
-    """One check for each run, or pair of runs, or real model, of each line of YAML."""
+    """The checks of some lines of YAML: one for each run, pair of runs or real model in them."""
     checks = list[Check]()
     for line in lines:
         kinds = line.keys() - {"real", "of", "than"}
@@ -112,7 +117,7 @@ def _checks(lines: list[Json]) -> tuple[Check, ...]:
 def _of_models(kind: str, line: Json) -> list[Check]:
     question = line["real"]
     bar = line[kind]
-    models = [model for model, asked in real_models() if asked == question]
+    models = [model for model, its_question in real_models() if its_question == question]
     known = kind in REAL and len(models) > 0
     require(known and len(line) == 2, f"no such check: {line}")
     require(isinstance(bar, int | float), f"the bar is no number: {line}")
@@ -127,7 +132,7 @@ def _of_runs(kind: str, line: Json) -> list[Check]:
     if kind in OF_ONE_RUN:
         require("than" not in line, f"{kind} compares with nothing: {line}")
         return [Check(kind, (name,), quantity) for name in names]
-    if kind == "more" and "than" not in line:  # each more than the next
+    if kind == "more" and "than" not in line:  # each run has more than the next
         require(len(names) > 1, f"more than what? {line}")
         pairs = [*pairwise(names)]
     else:

@@ -1,4 +1,4 @@
-"""The records of a preset as tidy frames: a row per run, per block, per head, or per evaluation."""
+"""The records of a preset as data frames, with a row per run, block, head or evaluation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from sinkutils.study.store import Runs
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 RUN = ("experiment", "seed")
 FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
-EVEN = 0.02  # a mean attention within 2 % of an even one counts as even
+EVEN = 0.02  # a mean attention within 2 % of uniform attention counts as even
 
 
 def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per record of a preset, sorted by experiment and seed.
 
-    sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean
-    over blocks and heads, with u that of uniform causal attention; block_1 and later_blocks:
-    excess_1 in block 1 and its mean over blocks 2 to L. live: the share of heads that are not dead
-    (`live_heads`); NaN with a window of one token. Losses in nats per token. element,
-    element_block_1: the largest element of h_1 over the median of all hidden states, its maximum
-    over blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the
-    experiment has another config now); corrupt (`reason` names the file). Only done and failed are
-    results.
+    status: done; failed (the training diverged, and `reason` says how); stale (the experiment has
+    another config now); corrupt (`reason` names the file). Only done and failed are results.
+    sink_k: Sink_k at epsilon 0.3, in percent.
+    excess_1, excess_star: (alpha - u) / (1 - u), as a mean over blocks and heads. u is the alpha of
+    uniform causal attention.
+    block_1, later_blocks: excess_1 in block 1, and its mean over blocks 2 to L.
+    live: the share of heads that are not dead (`live_heads`); NaN with a window of one token.
+    element: the largest element of h_1, divided by the median of all elements of the hidden states,
+    as a maximum over the blocks. element_block_1: the same after block 1.
+    valid_loss, train_loss: in nats per token.
     """
     rows = []
     for record in Runs(folder).entries(preset):
@@ -36,38 +38,40 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
         if record.config:
             try:
                 row |= _of_run(record)
-            except CorruptRecord as error:  # of a stale one, which nothing has looked at before
+            except CorruptRecord as error:  # in a stale record only the config was checked so far
                 row |= {"status": "corrupt", "reason": str(error)}
         rows.append(row)
     return _frame(rows, "preset", *RUN, "status", "reason", *SINKS)
 
 
 def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run and block, of runs that are done: what x_1 looks like and what attention it
-    gets.
+    """One row per block of each run that is done: the states of x_1 and the attention it gets.
 
-    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own.
-    element: the largest element of h_1 over the median of all hidden states. live: the share of its
-    heads that are not dead (`live_heads`); 0 in a dead block, whose excess of 0 is no finding.
-    hidden_ratio, key_ratio, value_ratio: the norm of x_1's state, key or value over the mean of the
-    other tokens'.
+    excess_k: the excess of token k = 1..10, as a mean over heads. excess_star: that of the model's
+    own key, if it has one.
+    element: the largest element of h_1, divided by the median of all elements of the hidden states.
+    live: the share of the block's heads that are not dead (`live_heads`). In a dead block it is 0,
+    and the excess of 0 there is no finding.
+    hidden_ratio, key_ratio, value_ratio: the norm of x_1's hidden state, key or value, divided by
+    the mean norm of the other tokens.
     """
     rows = []
     for record, report, window in _done(preset, folder):
         found = by_block(report, window)
-        found.pop("before_norm_ratio", None)  # of post-norm alone: for the ledger, not for a page
+        found.pop("before_norm_ratio", None)  # only post-norm has it, and only the ledger reads it
         for block, values in enumerate(pd.DataFrame(found).to_dict("records"), start=1):
             rows.append(_whose(record) | {"block": block} | values)
     return _frame(rows, *RUN, "block", "excess_1")
 
 
 def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over
-    texts), and excess.
+    """One row per head of each run that is done.
+
+    alpha_1 and alpha_star are means over texts. excess_1 is computed from alpha_1, as in `runs`.
     """
     rows = []
     for record, report, window in _done(preset, folder):
-        alpha = np.array(report["alpha"][0])  # (L, H), of the first token
+        alpha = np.array(report["alpha"][0])  # (L, H), alpha_1
         star = report.get("alpha_star")
         even = uniform_alpha(report["T"], 1, window)
         excesses = excess(alpha, even)
@@ -84,8 +88,9 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run and evaluation: step, tokens seen, losses, sink_k and excess_1, of every run
-    that has a curve.
+    """One row per evaluation of each run that is done or failed.
+
+    The columns are the step, the number of tokens seen so far, the losses, sink_k and excess_1.
     """
     rows = []
     for record in Runs(folder).entries(preset):
@@ -97,15 +102,16 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             row = _whose(record)
             row["tokens"] = point["step"] * tokens_per_step
             for name, value in point.items():
-                if isinstance(value, int | float):  # and no list, as of the losses of every step
+                if isinstance(value, int | float):  # fine-tunings also have lists, one per step
                     row[name] = value
             rows.append(row)
     return _frame(rows, *RUN, "tokens", "step", "valid_loss", "sink_1", "excess_1")
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
-    """What `blocks` says of a report, and of post-norm blocks the norm ratio before their norm:
-    (L,) each.
+    """The columns of `blocks` for one report, as arrays of shape (L,).
+
+    For post-norm blocks there is one more, the norm ratio before their last norm.
     """
     alphas = dict(zip(report["targets"], report["alpha"], strict=True))
     if report.get("alpha_star"):
@@ -130,12 +136,13 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
 
 
 def live_heads(report: Json, window: int | None) -> np.ndarray:
-    """Of each head 1 where it is alive, 0 where it is dead: (L, H).
+    """1 for each head that is alive, and 0 for each that is dead: (L, H).
 
-    Dead is a head with |alpha_k / u_k - 1| <= 0.02 at each of the report's targets, the first ten
-    keys. u_k is the mean of 1/t over t = k..T: what x_k gets if each query spreads evenly over the
-    t keys that it sees. A window of w leaves min(t, w) of them, the last; a key of the model's own
-    is one more. NaN where each query sees one key alone, so that no head could be otherwise.
+    A head is dead if its attention is uniform: |alpha_k / u_k - 1| <= 0.02 for each target k of the
+    report, that is, for the first ten keys. u_k is the mean of 1/t over t = k..T. This is what x_k
+    gets if each query spreads its attention evenly over the t keys that it sees. With a window of w
+    a query sees only the last min(t, w) of these keys, and with a key of the model's own one more.
+    The result is NaN if each query sees a single key, since every head must then be uniform.
     """
     own_keys = 1 if report.get("alpha_star") else 0
     alphas = np.array(report["alpha"])  # (targets, L, H)
@@ -150,7 +157,7 @@ def live_heads(report: Json, window: int | None) -> np.ndarray:
 
 
 def _of_run(record: Record) -> Json:
-    """What a row of `runs` has beside its status."""
+    """The values of a row of `runs`, apart from the status."""
     config = record.config
     final = record.metrics["final"]
     row = {name: final.get(name) for name in FINAL}
@@ -168,7 +175,7 @@ def _of_run(record: Record) -> Json:
         row[name] = config["train"][name]
     row["steps"] = final.get("step")
     corpus = config["corpus"]
-    digest = corpus["sha256"][:8]  # empty in a record that does not know its text's
+    digest = corpus["sha256"][:8]  # empty if the record was written without the text's hash
     row["corpus"] = f"{corpus['name']} {digest}".strip()
     row["recipe"] = config["recipe"]
     row["wall_seconds"] = record.provenance.get("wall_seconds")
@@ -176,7 +183,7 @@ def _of_run(record: Record) -> Json:
 
 
 def _frame(rows: list[Json], *columns: str) -> pd.DataFrame:
-    """A table of rows; of none, with the columns that every row would have."""
+    """A data frame of these rows. Without rows, it has the columns that every row would have."""
     return pd.DataFrame(rows, columns=None if rows else list(columns))
 
 
@@ -185,7 +192,7 @@ def _whose(record: Record) -> Json:
 
 
 def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | None]]:
-    """Each record of a run that is done, the report of its last evaluation, and its window."""
+    """The records of all runs that are done, each with its last report and its window."""
     for record in Runs(folder).entries(preset):
         if record.status != "done":
             continue

@@ -1,8 +1,8 @@
-"""When a check holds, when it fails, and what verdict follows for a claim.
+"""The rules by which a check holds or fails, and the verdict on a claim that follows.
 
-The paper prints Sink_1 at its own scale, so that points do not carry over to our models; shares do,
-since a ratio of Sink_1 between two rows is about the ratio of their mean excess. So a bar is mostly
-a share of the base's excess.
+The paper prints Sink_1 at its own scale. Differences in percentage points do not carry over to our
+small models, but ratios do: the ratio of Sink_1 between two rows is about the ratio of their mean
+excess. So most bars are shares of the base's excess.
 """
 
 from __future__ import annotations
@@ -16,57 +16,63 @@ from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
 from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
 
-HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # what a check comes to
-LEVEL = 0.05  # of every test; "present", "absent", "more" after Holm over their part of the ledger
-# A sink: the weakest row that the paper still calls one has 2.90 % (Table 9), its default 18.18 %.
+HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # the states of a check
+# The level of every test. For "present", "absent" and "more" the p-values are first corrected by
+# Holm's method, over all tests in their part of the ledger.
+LEVEL = 0.05
+# The bar for a sink, as a share of the base's excess. The weakest row that the paper still calls a
+# sink has 2.90 % (Table 9), and its default has 18.18 %.
 SINK = 2.90 / 18.18
-# The base needs a sink before anything is measured by it: 18.18 % of heads exactly at eps = 0.3,
-# the others even.
+# The base itself must have a sink, or else nothing can be measured by it. Its excess must exceed
+# this number: that of a model in which 18.18 % of the heads have alpha_1 = 0.3 exactly, and all
+# others are uniform.
 BASE = 0.044
-# No effect: half-way between the largest fall that the paper calls none (18.18 to 10.68, Table 12)
-# and the least that it calls one (9.41, Table 14).
+# The margin of "no effect": half-way between the largest fall that the paper calls no effect (from
+# 18.18 to 10.68, Table 12) and the smallest that it calls an effect (to 9.41, Table 14).
 MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
-# A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90
-# (Table 2).
+# The margin of a comparable loss: half-way between the largest loss that the paper calls comparable
+# (3.81, Table 3) and 3.90 (Table 2), relative to the default's 3.73.
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
-FACTOR = 1.0  # within a factor of two (Appendix D, without a number)
-# Verdicts that need no run.
+FACTOR = 1.0  # the margin of "alike": a factor of two (Appendix D gives no number)
+# The verdicts on claims that need no run.
 PROVED = {"mathematics": "by mathematics", "mathematics, in part": "partly"}
-# Of present, together, above, trains and loss.
+# These are the opposites of present, together, above, trains and loss.
 OPPOSITES = ("absent", "apart", "below", "fails", "worse")
 SHARES = {"same": MARGIN, "kept": MARGIN, "alike": FACTOR, "loss": LOSS, "worse": LOSS}
 SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
-# On which sides a check that asks for no effect has a margin: 1 above, -1 below.
+# The sides on which a "no effect" check has a margin: 1 is above, -1 is below.
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
-PValues = Mapping[Estimate, float]
-UNCORRECTED: PValues = {}
+PValues = Mapping[Estimate, float]  # the corrected p-value of each test
+UNCORRECTED: PValues = {}  # every test keeps its own p-value
 
-# The presets that cannot show a claim.
+# For each gate, the presets that cannot show the claim.
 GATED = {
     "none": (),
     "trained": ("smoke",),  # a run of seconds has learned nothing yet
-    # Models this small have no sink on an ordinary first token.
+    # These models are so small that they have no sink on an ordinary first token.
     "any token": ("smoke", "minute", "laptop"),
 }
 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The state of a check and the numbers that decided it; of a ratio, their logarithms."""
+    """The state of a check, and the numbers that decided it (for ratios, their logarithms)."""
 
-    check: Check  # its runs by the names that they have at the preset, or the real model
+    check: Check  # its runs have the names that they have at the preset
     state: str = MISSING
     estimate: Estimate = NOTHING
-    bar: float = math.nan  # what the estimate is held against: a threshold, or a margin
-    p: float = math.nan  # of a directional check, after Holm
-    passes: float = math.nan  # of a "no effect" check, the largest effect that would still pass
-    words: str = ""  # what no estimate says
-    tests: tuple[Estimate, ...] = ()  # against zero; their p-values are what Holm corrects
+    bar: float = math.nan  # the threshold or the margin with which the estimate is compared
+    p: float = math.nan  # in a directional check, the p-value after Holm's correction
+    # in a "no effect" check, the largest effect that would still pass
+    passes: float = math.nan
+    words: str = ""  # a reason that no number shows
+    # estimates that are tested against zero, and whose p-values Holm's method corrects
+    tests: tuple[Estimate, ...] = ()
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, its verdict, and the outcomes of its checks and of what it takes for granted."""
+    """A claim and its verdict, with the outcomes of its checks and of its premises."""
 
     claim: Claim
     verdict: str
@@ -75,17 +81,21 @@ class Judged:
 
 
 def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True) -> list[Judged]:
-    """Every claim; directional checks after Holm over their part of the ledger, if `corrected`."""
+    """The verdicts on all claims.
+
+    corrected: whether the p-values of directional checks are corrected by Holm's method, over all
+    tests in the same part of the ledger.
+    """
     judged = [_judge_claim(claim, ours, UNCORRECTED) for claim in claims]
     if not corrected:
         return judged
-    tests: dict[str, list[Estimate]] = {}  # by part
+    tests: dict[str, list[Estimate]] = {}  # by part of the ledger
     for result in judged:
-        of_part = tests.setdefault(result.claim.part, [])
+        part_tests = tests.setdefault(result.claim.part, [])
         for outcome in (*result.outcomes, *result.premises):
-            of_part += outcome.tests
-    # The second time with the corrected p-values.
-    p_values = {part: holm(of_part) for part, of_part in tests.items()}
+            part_tests += outcome.tests
+    # The claims are judged a second time, with the corrected p-values.
+    p_values = {part: holm(part_tests) for part, part_tests in tests.items()}
     return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
 
 
@@ -97,9 +107,10 @@ def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
     seen = ours.fresh() if claim.fresh else ours
     outcomes = []
     for check in claim.checks:
-        # A preset may lack an experiment, or have it under another name: such a check is not asked.
-        asked = [name in ("base", label(name, ours.preset)) for name in check.runs]
-        if check.kind in REAL or all(asked):
+        # A check is left out if the preset lacks one of its experiments, or has it under another
+        # name because it coincides with an earlier one.
+        available = [name in ("base", label(name, ours.preset)) for name in check.runs]
+        if check.kind in REAL or all(available):
             outcomes.append(judge(check, seen, corrected))
     premises = [judge(check, ours, corrected) for check in claim.given]
     states = [outcome.state for outcome in outcomes]
@@ -109,9 +120,9 @@ def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
 
 
 def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
-    """The verdict on a claim from the states of its checks.
+    """The verdict on a claim, from the states of its checks and of its premises.
 
-    Without what it takes for granted nothing is shown.
+    If a premise does not hold, the claim is inconclusive.
     """
     if not states or MISSING in (*states, *premises):
         return "not run"
@@ -125,10 +136,10 @@ def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
 
 
 def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
-    """The p-values of different tests, corrected for their number (Holm 1979)."""
+    """The p-value of each test, corrected for the number of different tests (Holm 1979)."""
     ranked = sorted(set(tests), key=lambda test: test.p)
     corrected = {}
-    largest = 0.0  # so far: a corrected p is no smaller than those before it
+    largest = 0.0  # a corrected p-value is at least as large as those before it
     for rank, test in enumerate(ranked):
         largest = max(largest, (len(ranked) - rank) * test.p)
         corrected[test] = min(1.0, largest)
@@ -136,7 +147,7 @@ def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
 
 
 def _state(kind: str, holds: bool, fails: bool) -> str:
-    """The state of a check; of one that asks for the opposite, the other way round."""
+    """The state of a check. For a kind in OPPOSITES, `holds` and `fails` change places."""
     if kind in OPPOSITES:
         holds, fails = fails, holds
     if holds:
@@ -145,35 +156,36 @@ def _state(kind: str, holds: bool, fails: bool) -> str:
 
 
 def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> CheckOutcome:
-    """The outcome of a check on records.
+    """The outcome of a check.
 
-    corrected: p-values by test; a test that is not among them has its own.
+    corrected: the corrected p-values; a test that is not among them keeps its own p-value.
     """
     if check.kind in REAL:
         return _of_model(check)
-    # From here on by the names that the experiments have at this preset.
+    # From here on, the experiments have the names that they have at this preset.
     names = [label(name, ours.preset) for name in check.runs]
     check = replace(check, runs=tuple(names))
     if check.kind in ("fails", "trains"):
         return _trained(check, ours)
     words = _never(check.runs, ours) if check.quantity == "onset" else ""
-    # What leaves a check undecided whatever its numbers: too few seeds, dead heads, no base to
-    # measure by.
+    # Three things leave a check undecided, whatever its numbers are: too few seeds, dead blocks, or
+    # a base without a sink.
     if lacking := _lacking(check, ours):
         return CheckOutcome(check, lacking, words=words)
     if dead := _dead(check, ours):
         return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
-    by_base = check.quantity in EXCESSES and check.runs != (base,)
-    if by_base and ours.base().low <= BASE:
+    measured_by_base = check.quantity in EXCESSES and check.runs != (base,)
+    if measured_by_base and ours.base().low <= BASE:
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
     if check.kind in ("together", "apart"):
         return _together(check, ours, corrected)
-    # The level or difference itself, which a reader sees, and less its bar, which decides.
+    # `estimate` is the level or difference that a reader sees. `beyond` is the same minus the bar,
+    # and decides the check.
     bar = _bar(check, base)
     estimate = ours.estimate(check.runs, check.quantity)
     beyond = ours.estimate(check.runs, check.quantity, bar)
-    height = estimate.mean - beyond.mean  # of the bar, as a number
+    height = estimate.mean - beyond.mean  # the bar as a number
     outcome = CheckOutcome(check, OPEN, estimate, height, words=words)
     if check.kind in SIDES:
         return _no_effect(outcome, ours, bar)
@@ -181,7 +193,7 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Che
 
 
 def _of_model(check: Check) -> CheckOutcome:
-    """Whether a number of a real model, or its interval, lies above (below) the bar."""
+    """Check whether a real model's number, or its interval, lies above (or below) the bar."""
     (model,) = check.runs
     low, high = real_models()[model, check.quantity]
     words = f"{low:.3g}"
@@ -192,7 +204,7 @@ def _of_model(check: Check) -> CheckOutcome:
 
 
 def _trained(check: Check, ours: Readings) -> CheckOutcome:
-    """Whether training failed in every seed, or in none."""
+    """Check whether the training failed in every seed, or in none."""
     (name,) = check.runs
     failed = [run is None for run in ours.seeds(name).values()]
     if len(failed) < ours.least:
@@ -201,12 +213,14 @@ def _trained(check: Check, ours: Readings) -> CheckOutcome:
 
 
 def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> CheckOutcome:
-    """Present, absent or more: on which side of the bar the estimate is; beyond: it less the bar.
+    """Decide a directional check: present, absent or more.
 
-    To hold, a check needs a corrected p. To fail, the plain interval is enough.
+    beyond: the estimate minus the bar. A check holds if the corrected p-value is small enough. It
+    fails if the 95 % interval, without correction, lies on the other side.
     """
     kind = outcome.check.kind
-    # "More" is tested against no difference at all; it fails where none is left that counts.
+    # "more" holds if there is any difference above zero. It fails if the difference is surely below
+    # the bar, so that none is left that counts.
     test = outcome.estimate if kind == "more" else beyond
     p = corrected.get(test, test.p)
     shown = p <= LEVEL
@@ -220,7 +234,7 @@ def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> C
 
 
 def _never(names: Sequence[str], ours: Readings) -> str:
-    """How many seeds of each experiment never had an onset."""
+    """A sentence that says how many seeds of each experiment never had an onset."""
     counts = []
     for name in names:
         without = len(ours.seeds(name)) - len(ours.values(name, "onset"))
@@ -229,7 +243,7 @@ def _never(names: Sequence[str], ours: Readings) -> str:
 
 
 def _bar(check: Check, base: str) -> Bar:
-    """What the check's level or difference is held against."""
+    """The bar with which the level or difference of a check is compared."""
     if check.runs == (base,) and check.quantity in EXCESSES:
         return Bar(BASE)
     if check.quantity in EXCESSES:
@@ -247,7 +261,10 @@ def _bar(check: Check, base: str) -> Bar:
 
 
 def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
-    """No effect beyond the margin: a one-sided test per side (TOST). Surely beyond, it fails."""
+    """Decide a check for "no effect beyond a margin", by one-sided tests per side (TOST).
+
+    The check fails if the effect is surely beyond the margin on one side.
+    """
     check = outcome.check
     within = True
     outside = False
@@ -255,8 +272,8 @@ def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
     for side in SIDES[check.kind]:
         margin = replace(bar, size=side * bar.size)
         beyond = ours.estimate(check.runs, check.quantity, margin)
-        room = -side * beyond.mean  # how far the estimate is from the margin
-        reach = beyond.reach(1 - LEVEL)  # of a one-sided 95 % interval
+        room = -side * beyond.mean  # the distance from the estimate to the margin
+        reach = beyond.reach(1 - LEVEL)  # the length of a one-sided 95 % interval
         within = within and room > reach
         outside = outside or room <= -reach
         passes = min(passes, outcome.bar - reach)
@@ -265,25 +282,25 @@ def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
 
 
 def _lacking(check: Check, ours: Readings) -> str:
-    """The state of a check for which too few seeds hold what it asks; "" where enough do.
+    """The state of a check if too few seeds have its quantity, and "" if enough have it.
 
-    Not run, but open where the reason is that training failed, which shows neither a sink nor its
-    absence, or that the onset never came.
+    The state is "not run". But it is "open" if the quantity is missing because the training failed,
+    which shows neither a sink nor its absence, or because the onset never came.
     """
     needed = [(name, check.quantity) for name in check.runs]
     if check.quantity in EXCESSES:
-        needed.append(("base", "excess"))  # the measure of all others
+        needed.append(("base", "excess"))  # every excess is measured by that of the base
     state = ""
     for name, quantity in needed:
         runs = ours.seeds(name)
         if len(runs) < ours.least:
             return MISSING
-        # There are runs enough, but not enough of them hold the quantity.
+        # There are enough runs, but too few of them have the quantity.
         if len(ours.values(name, quantity)) < ours.least:
             if quantity != "onset" and None not in runs.values():
                 return MISSING
             state = OPEN
-    # Two runs are compared seed by seed.
+    # Two experiments are compared over the seeds that both have, which may be too few.
     paired = ours.paired(check.runs, check.quantity)
     if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING
@@ -291,16 +308,17 @@ def _lacking(check: Check, ours: Readings) -> str:
 
 
 def _dead(check: Check, ours: Readings) -> str:
-    """Which seeds have a wholly dead block among those that the quantity reads.
+    """A sentence that names the seeds with a dead block, or "" if there are none.
 
-    It shows neither a sink nor its absence.
+    Only those blocks count whose attention the quantity reads. A dead block shows neither a sink
+    nor its absence.
     """
     words = []
     for name in check.runs:
         dead = set()
         for live in READS.get(check.quantity, ()):
             for seed, share in ours.values(name, live).items():
-                if share == 0:  # of the heads that are live
+                if share == 0:  # no head of the block is live
                     dead.add(seed)
         if dead:
             seeds = ", ".join(map(str, sorted(dead)))
@@ -309,7 +327,7 @@ def _dead(check: Check, ours: Readings) -> str:
 
 
 def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
-    """Both a sink and a large element after block 1, or neither; with one of the two it fails."""
+    """Check that there are both a sink and a large element after block 1, or neither of them."""
     of_sink = replace(check, kind="present")
     of_element = replace(of_sink, quantity="element_1")
     sink = judge(of_sink, ours, corrected)

@@ -1,9 +1,9 @@
-"""What the ledger reads off a run: one number per quantity, from its record and its attention along
-the curve.
+"""The quantities that the ledger judges: one number per quantity and run.
 
-Excess is (alpha - u) / (1 - u), u the alpha of uniform causal attention, and, where no block is
-named, its mean over blocks 2 to L: block 1 can recognise a fixed first token by its embedding
-alone, a sink of another kind (`block_1`).
+They are computed from the run's metrics and from its attention along the curve. The excess is
+(alpha - u) / (1 - u), where u is the alpha of uniform causal attention. Unless a block is named, it
+is the mean over blocks 2 to L. Block 1 can recognise a fixed first token by its embedding alone,
+which is another kind of sink (`block_1`).
 """
 
 from __future__ import annotations
@@ -18,59 +18,62 @@ from sinkutils.study.config import Json
 
 Numbers = dict[str, float]
 
-# Percent: the least Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4).
+# In percent: the smallest Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4).
 ONSET = 2.9
-# Of ln V, the loss of a uniform guess: a run that ends there has learned nothing: it failed.
+# A run has learned nothing, and counts as failed, if its final loss is at least this share of ln V,
+# the loss of a uniform guess.
 STUCK = 0.99
-GRADIENTS = 32  # gradients are compared over the first positions, where attention reads
+GRADIENTS = 32  # the number of first positions, where attention reads, over which gradients compare
 
-# An excess, judged by a share of the base's.
+# Quantities that are an excess. Their bar is a share of the base's excess.
 EXCESSES = (
     "excess",  # of alpha_1
-    "excess_2",  # of alpha_2, the second token's
+    "excess_2",  # of alpha_2, the attention to the second token
     "excess_3",
-    "excess_star",  # of the attention to a key of its own: a bias, a sink token, a sink logit
-    "learned",  # excess, less that of the untrained model
+    "excess_star",  # of the attention to a key of the model's own: a bias, sink token or sink logit
+    "learned",  # the excess minus that of the untrained model
     "learned_star",
-    "late",  # excess gained after a tenth of the steps
-    "highest",  # largest excess on the way
-    "visible",  # over the queries that a window lets see x_1
+    "late",  # the excess that is gained after the first tenth of the steps
+    "highest",  # the largest excess during the training
+    "visible",  # the excess over those queries that see x_1 in spite of a window
     "block_1",  # of alpha_1 in block 1
-    "window_first",  # of a window's first key; this and `without_bias` from data/trials.csv
-    "without_bias",  # of alpha_1 once the trained K biases are taken away
+    "window_first",  # of the first key in a window; this and `without_bias` from data/trials.csv
+    "without_bias",  # of alpha_1 after the trained K biases have been removed
 )
-# Judged by a bar of its own: what is above it counts. Norm ratios and elements of h_1 stand out
-# where they are above what the base has before its first step, when x_1 is large because it sees
-# only itself; one bar for every operation.
+# Quantities with a bar of their own, above which a value counts. The bars of `hidden` and `element`
+# are the base's values before its first step, when h_1 is large because x_1 sees only itself. All
+# operations have the same bars.
 BARS = {
-    # The norm of h_1 over the others' mean, and its largest element over the median of all hidden
-    # states: the maxima over the blocks before the last.
+    # `hidden` is the norm of h_1 divided by the mean norm of the other tokens. `element` is the
+    # largest element of h_1 divided by the median of all elements of the hidden states. Both are
+    # maxima over all blocks but the last.
     "hidden": 3.44,
     "element": 12.3,
-    "element_1": 12.3,  # that element after block 1
-    "before_norm": 2.0,  # the norm ratio before a post-norm block's norm; 1 in the untrained model
-    # The norm ratio of a sink token over that of the untrained model (data/trials.csv).
+    "element_1": 12.3,  # `element` after block 1
+    "before_norm": 2.0,  # `hidden` before the norm of a post-norm block; 1 in the untrained model
+    # the norm ratio of a sink token, divided by that of the untrained model (data/trials.csv)
     "star_hidden": 2.0,
-    # The norm of k_1 over the others' mean, in the later block with the largest alpha_1.
+    # the norm of k_1 (v_1) divided by the mean norm of the other tokens, in that block after the
+    # first which has the largest alpha_1
     "key": 1.0,
     "value": 1.0,
-    "loss_without_bias": 0.0,  # the rise without the trained K biases (data/trials.csv)
-    "fall": 0.0,  # of the training loss, in a fine-tuning
-    "spike": 10.0,  # largest over median gradient norm, in a fine-tuning
+    "loss_without_bias": 0.0,  # the rise of the loss without the trained K biases (data/trials.csv)
+    "fall": 0.0,  # the fall of the training loss in a fine-tuning
+    "spike": 10.0,  # the largest gradient norm divided by the median, in a fine-tuning
 }
-# Only compared between runs.
+# Quantities that are only compared between runs.
 COMPARED = (
-    # The share of the steps after which Sink_1 stays at ONSET or more, if it ever does.
+    # the share of the steps after which Sink_1 stays at ONSET or above, if it ever does
     "onset",
-    "turn",  # the share of the steps at which the validation loss is least
+    "turn",  # the share of the steps after which the validation loss is smallest
     "valid_loss",
-    "gap",  # validation less training loss
-    "gathered",  # the gradient at x_1 over that at x_2 to x_32, median over the blocks
-    "end",  # training loss at the end of a fine-tuning
-    "gradient",  # median gradient norm of a fine-tuning
+    "gap",  # the validation loss minus the training loss
+    "gathered",  # the gradient at x_1 divided by that at x_2 to x_32, as a median over the blocks
+    "end",  # the training loss at the end of a fine-tuning
+    "gradient",  # the median gradient norm of a fine-tuning
     "sink_1",  # the paper's metric over all blocks, in percent
 )
-# Averaged and compared by their logarithms.
+# Ratios, which are averaged and compared by their logarithms.
 RATIOS = (
     "hidden",
     "element",
@@ -86,9 +89,9 @@ RATIOS = (
 )
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
-# Whose attention a quantity reads: that of block 1, of the later blocks, or of all. A loss, or the
-# norm or element of a state, needs no live head. live_1 is the share of live heads in block 1,
-# live_later the least such share of a later block.
+# The blocks whose attention a quantity reads, by the share of their heads that are live: `live_1`
+# is the share in block 1, and `live_later` the smallest share in a later block. A loss, a norm or
+# an element of a state needs no live head.
 READS: dict[str, tuple[str, ...]] = dict.fromkeys(EXCESSES, ("live_later",))
 READS |= dict.fromkeys(("key", "value"), ("live_later",))
 READS |= dict.fromkeys(("onset", "gathered"), ("live_1", "live_later"))
@@ -96,12 +99,11 @@ READS["block_1"] = ("live_1",)
 
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:
-    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets,
-    blocks, heads).
+    """All quantities of a run, with ratios as their logarithms, or None if the training failed.
 
-    None where training failed: it diverged, or its loss is still that of a uniform guess on
-    training text too. A model that overfits may end worse than a uniform guess on other text, and
-    has not failed.
+    alpha: (evaluations, targets, blocks, heads), or None. The training failed if it diverged, or if
+    both losses, on training and on validation text, are still those of a uniform guess. A model
+    that overfits may be worse than a guess on validation text, and has not failed.
     """
     if metrics["status"] == "failed":
         return None
@@ -116,12 +118,12 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
     if least_loss >= STUCK * loss_of_a_guess:
         return None
     curve = metrics["curve"] or [final]
-    # Where on the way, as a share of the steps, the validation loss was least.
+    # The times of the evaluations, as shares of the steps.
     steps = np.array([point["step"] for point in curve])
     steps = steps / max(1, steps[-1])
     valid_losses = [point["valid_loss"] for point in curve]
     numbers["turn"] = steps[np.argmin(valid_losses)]
-    onset = 0  # the point after the last one below the threshold
+    onset = 0  # the index of the point after the last one below ONSET
     for i, point in enumerate(curve):
         if point["sink_1"] < ONSET:
             onset = i + 1
@@ -136,7 +138,7 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
     if "gradient_norms" in curve[-1]:
         numbers |= _of_tuning(curve)
     gradients = final.get("gradients", {}).get("input", ())  # (L, T - 1)
-    reached = []  # the blocks of which a gradient reaches more than x_1
+    reached = []  # the norms of those blocks in which more positions than x_1 have a gradient
     for norms in gradients:
         if any(norms[1:GRADIENTS]):
             reached.append(norms[:GRADIENTS])
@@ -146,7 +148,7 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
 
 
 def as_judged(numbers: Numbers) -> Numbers:
-    """Ratios as their logarithms; what is not finite is not held, such as a ratio of nothing."""
+    """The numbers with ratios as logarithms, and without those that are not finite."""
     kept = {}
     for name, value in numbers.items():
         if name in RATIOS:
@@ -157,9 +159,9 @@ def as_judged(numbers: Numbers) -> Numbers:
 
 
 def _of_report(report: Json, window: int | None) -> Numbers:
-    """Attention by excess; norms and elements of h_1 in blocks before the last.
+    """The quantities of the last report: excesses, and norms and elements of x_1.
 
-    The last block's output is the prediction.
+    Those of h_1 are taken before the last block, whose output is the prediction.
     """
     found = by_block(report, window)
     length = report["T"]
@@ -171,12 +173,12 @@ def _of_report(report: Json, window: int | None) -> Numbers:
     numbers["block_1"] = found["excess_1"][0]
     numbers["live_1"] = found["live"][0]
     numbers["live_later"] = found["live"][1:].min(initial=1)
-    seen = min(window or length, length)  # queries that see x_1
+    seen = min(window or length, length)  # the number of queries that see x_1
     if seen > 1:
-        alpha = np.mean(report["alpha"][0], axis=1)  # (L,), of the first token
+        alpha = np.mean(report["alpha"][0], axis=1)  # (L,), alpha_1
         shown = _later(alpha) * length / seen
         numbers["visible"] = excess(shown, uniform_alpha(seen))
-    # Large states: of blocks before the last. `initial` is for a model of one block.
+    # Large states, in all blocks but the last. `initial` is for a model with a single block.
     if "element" in found:
         numbers["element_1"] = found["element"][0]
         numbers["element"] = found["element"][:-1].max(initial=0)
@@ -184,7 +186,7 @@ def _of_report(report: Json, window: int | None) -> Numbers:
         ratios = found.get(f"{name}_ratio")
         if ratios is not None:
             numbers[name] = ratios[:-1].max(initial=0)
-    # Small keys and values: in the later block whose sink is the strongest.
+    # Small keys and values, in the later block with the strongest sink.
     later = found["excess_1"][1:]
     if len(later) > 0 and "key_ratio" in found:
         strongest = 1 + later.argmax()
@@ -194,12 +196,15 @@ def _of_report(report: Json, window: int | None) -> Numbers:
 
 
 def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int | None) -> Numbers:
-    """What training added. The last target of a model with a key of its own is that key."""
+    """The quantities of the course of training, from alpha along the curve.
+
+    If the model has a key of its own, that key is the last target of alpha.
+    """
     blocks = alpha.mean(axis=3).astype(float)  # (evaluations, targets, blocks)
     later = blocks[:, :, 1:].mean(axis=2)  # (evaluations, targets)
     even = uniform_alpha(report["T"], 1, window)
-    course = excess(later[:, 0], even)  # of the first token
-    early = np.searchsorted(steps, 0.1, side="right") - 1  # the last point of the first tenth
+    course = excess(later[:, 0], even)  # the excess of x_1 at each evaluation
+    early = np.searchsorted(steps, 0.1, side="right") - 1  # the last evaluation in the first tenth
     numbers = {"highest": course.max()}
     numbers["learned"] = course[-1] - course[0]
     numbers["late"] = course[-1] - course[early]
@@ -211,8 +216,9 @@ def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int |
 
 
 def _of_tuning(curve: list[Json]) -> Numbers:
-    """Of a fine-tuning, whose points hold every step: losses as means of the first and the last
-    tenth.
+    """The quantities of a fine-tuning, whose points have the loss and gradient norm of every step.
+
+    The losses at the start and at the end are means over the first and the last tenth of the steps.
     """
     points = [point for point in curve if "gradient_norms" in point]
     losses = np.concatenate([point["losses"] for point in points])
@@ -227,5 +233,5 @@ def _of_tuning(curve: list[Json]) -> Numbers:
 
 
 def _later(blocks: np.ndarray) -> float:
-    """The mean over blocks 2 to L; NaN for a model of one block."""
+    """The mean over blocks 2 to L, or NaN for a model with a single block."""
     return blocks[1:].mean() if len(blocks) > 1 else math.nan

@@ -1,6 +1,6 @@
-"""The records of a preset as the numbers that the ledger judges.
+"""The records of a preset as numbers that the ledger judges.
 
-They are read once and kept until a record changes.
+The records are read once, and again only if one of them changes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from sinkutils.study.grid import find_preset, resolve
 from sinkutils.study.record import SUMS, Folder
 from sinkutils.study.store import Runs
 
-# Seeds of an experiment without which nothing is judged, where not 3: a night per run.
+# The least number of seeds from which an experiment is judged, if it is not 3. A run of this preset
+# takes a night.
 LEAST_SEEDS = {"desk": 2}
-# The first seed that came after the claims of ours were seen; elsewhere all came after.
+# The first seed that was trained after we had made our own claims. At other presets all seeds were.
 FRESH = {"laptop": 3}
 
-# What each run of an experiment holds; None for one whose training failed.
+# The quantities of an experiment's runs by seed, or None for a run whose training failed.
 Seeds = dict[int, Numbers | None]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What an estimate is held against: a number or, if `of` is there, a share of a mean."""
+    """The bar with which an estimate is compared: a number, or a share of a mean.
+
+    size: the number, or the share if `of` is set. of: the experiment and the quantity of the mean.
+    """
 
     size: float
-    of: tuple[str, str] | None = None  # an experiment and a quantity
+    of: tuple[str, str] | None = None
 
 
 ZERO = Bar(0.0)
@@ -45,19 +49,21 @@ ZERO = Bar(0.0)
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """What the ledger judges at a preset; it never changes.
+    """The numbers that the ledger judges at a preset. They never change.
 
-    runs: by experiment and seed.
+    runs: the quantities of each run, by experiment and seed.
+    least: the least number of seeds from which an experiment is judged.
+    whole: if these are only a part of the runs (`fresh`), the readings of all of them.
     """
 
     preset: str
     runs: Mapping[str, Seeds]
-    least: int = 3  # seeds
-    whole: Readings | None = None  # of a part, what it is a part of
+    least: int = 3
+    whole: Readings | None = None
 
     def fresh(self) -> Readings:
-        """The part that came after the claims of ours."""
-        first = FRESH.get(self.preset, 0)  # 0: all seeds
+        """The readings of those seeds that were trained after we had made our own claims."""
+        first = FRESH.get(self.preset, 0)  # with 0 these are all seeds
         fresh: dict[str, Seeds] = {}
         for name, seeds in self.runs.items():
             fresh[name] = {}
@@ -71,7 +77,7 @@ class Readings:
         return self.runs.get(label(name, self.preset), {})
 
     def values(self, name: str, quantity: str) -> dict[int, float]:
-        """A quantity of an experiment by seed, of the runs that trained and hold it."""
+        """A quantity of an experiment, by seed, for the runs that did not fail and have it."""
         values = {}
         for seed, run in self.seeds(name).items():
             if run and quantity in run:
@@ -79,35 +85,37 @@ class Readings:
         return values
 
     def paired(self, names: Sequence[str], quantity: str) -> set[int]:
-        """The seeds of which each of these experiments holds a quantity."""
+        """The seeds for which each of these experiments has a quantity."""
         return set.intersection(*[set(self.values(name, quantity)) for name in names])
 
     def estimate(self, runs: Sequence[str], quantity: str, bar: Bar = ZERO) -> Estimate:
-        """The mean of an experiment, less that of the second if there is one, less the bar.
+        """The mean of an experiment, minus that of a second one if there is one, minus the bar.
 
-        A difference is over the seeds that both have. What a seed has in common, a fifth of the
-        variance at most, is given away: the differences' own variances could not be moderated,
-        since they all share the base's seeds. A bar that is a share of a mean brings that mean's
-        error along (Fieller: a ratio x / y is above c where x - c y is above zero). An experiment's
-        variance is that of all its seeds, also where only fresh ones are judged.
+        A difference is taken over the seeds that both experiments have. Its variance is the sum of
+        their two variances. It ignores what two runs with one seed have in common, which is at most
+        a fifth of the variance. (The variances of the paired differences could not be moderated,
+        because all differences share the seeds of the base.) If the bar is a share of a mean, the
+        error of this mean is included. This is Fieller's method: a ratio x / y is above c where
+        x - c y is above zero. The variance of an experiment comes from all its seeds, even if only
+        fresh seeds are judged.
         """
         whole = self.whole or self
         seeds = self.paired(runs, quantity)
-        # The estimate is a weighted sum of values. The weight of each seed, by experiment and
-        # quantity:
+        # The estimate is a weighted sum of values. `weights` has the weight of each seed, by
+        # experiment and quantity.
         weights: dict[tuple[str, str], Any] = defaultdict(Counter)
         for name, sign in zip(runs, (1, -1), strict=False):
             for seed in seeds:
                 weights[name, quantity][seed] += sign / len(seeds)
-        # The bar is subtracted: a number, or a share of a mean over seeds of its own.
+        # The bar is subtracted. It is a number, or a share of a mean over seeds of its own.
         mean = 0.0
         if bar.of is None:
             mean -= bar.size
         else:
             measure = whole.values(*bar.of)
-            for seed in measure:  # a seed of the difference may be among them
+            for seed in measure:  # such a seed may already have a weight from the difference
                 weights[bar.of][seed] -= bar.size / len(measure)
-        # The sum of weight * value, and of each setting's variance * weight^2.
+        # The mean is the sum of weight * value. Its variance is the sum of weight^2 * variance.
         variances = []
         freedoms = []
         for (name, measured), by_seed in weights.items():
@@ -125,17 +133,17 @@ class Readings:
         return Estimate(mean, error, freedom, len(seeds))
 
     def prior(self, quantity: str) -> Prior:
-        """The variance that all experiments have in common."""
+        """The variance of a quantity that all experiments have in common (`fit_prior`)."""
         return _prior(self.whole or self, quantity)
 
     def base(self) -> Estimate:
-        """The level of the base's excess over all its seeds, the measure of all others."""
+        """The excess of the base over all its seeds, by which every excess is measured."""
         return (self.whole or self).estimate(("base",), "excess")
 
 
 @lru_cache(maxsize=256)
 def _prior(ours: Readings, quantity: str) -> Prior:
-    # Readings are told apart by identity, so none gets another's.
+    # The cache compares readings by identity (eq=False), so that no two share an entry.
     samples = []
     for name in ours.runs:
         values = ours.values(name, quantity)
@@ -145,21 +153,21 @@ def _prior(ours: Readings, quantity: str) -> Prior:
 
 @cache
 def label(name: str, preset: str) -> str:
-    """The name under which an experiment runs at a preset, "" if it does not.
+    """The name under which an experiment runs at a preset (`grid.resolve`), or "" if it does not.
 
-    Of "base" the preset's base, of equal runs the first.
+    It differs from `name` for "base", and if the run coincides with that of another experiment.
     """
     try:
         return resolve(name, preset)
-    except ValueError:  # not of this preset
+    except ValueError:  # the preset does not have this experiment
         return ""
 
 
 def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
-    """The records of a preset. Raises ValueError for an unknown preset."""
+    """The readings of a preset. Raises ValueError for an unknown preset."""
     find_preset(preset)
     store = Runs(folder)
-    # What changes when a record does: they are read again then.
+    # The times of the digest files. If one changes, the records are read again.
     state = []
     for path in sorted((store.folder / preset).glob(f"*/*/{SUMS}")):
         state.append((path, path.stat().st_mtime_ns))
@@ -178,7 +186,7 @@ def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> 
         seeds = runs.setdefault(record.experiment, {})
         seeds[record.seed] = of_run(record.config, metrics, alpha)
     if store.folder == paths.RUNS:
-        # What was measured on the weights that some records keep (benchmarks/trials.py).
+        # Some quantities were measured on the weights that records keep (benchmarks/trials.py).
         trials = pd.read_csv(paths.LEDGER / "trials.csv")
         for row in trials[trials.preset == preset].itertuples():
             numbers = runs.get(row.experiment, {}).get(row.seed)
@@ -189,9 +197,9 @@ def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> 
 
 @lru_cache(maxsize=1)
 def real_models() -> dict[tuple[str, str], tuple[float, float]]:
-    """What finished language models say (benchmarks/real_models.py), by model and question.
+    """The numbers of pretrained language models (benchmarks/real_models.py), by model and question.
 
-    A number as the two ends of its interval, which are one where there is none.
+    Each is given by the two ends of its interval, which are equal if there is no interval.
     """
     table = pd.read_csv(paths.LEDGER / "real_models.csv")
     intervals = {}

@@ -1,4 +1,4 @@
-"""The ledger as tables: one row per claim, one row per check, and one line for a notebook."""
+"""The ledger as tables: a row per claim, a row per check, or a single verdict."""
 
 from __future__ import annotations
 
@@ -24,20 +24,27 @@ CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior
 def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
-    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as
-    printed. ours, interval: the levels that the checks read, and their 95 % intervals, excess in
-    blocks 2 to L. verdict: reproduced, partly, not reproduced, inconclusive, not visible
-    (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
-    no number says it, a dead block above all. checks: how many hold, fail and stay open, such as
-    "1 holds, 3 fail, 5 open". effect, low, high: of the first check that has a number, with its
-    95 % interval; of a ratio, its logarithm. trivial: why the claim could not have failed here, if
-    so. remark: by hand. corrected: whether directional checks are corrected for their number
-    (Holm), as the ledger's verdicts are. Raises ValueError for an unknown preset.
+    corrected: whether the p-values of directional checks are corrected for their number by Holm's
+    method, as they are in the ledger. Raises ValueError for an unknown preset.
+
+    These are the columns:
+    part: "paper", "later" (claims of later papers) or "ours".
+    paper: the paper's numbers as printed.
+    ours, interval: the levels that the checks read, and their 95 % intervals. Excesses are means
+    over blocks 2 to L.
+    verdict: reproduced, partly, not reproduced, inconclusive, not visible (models of this preset
+    cannot show it), not run, or by mathematics.
+    reason: why a check stays open, if no number shows it. The most common reason is a dead block.
+    checks: how many checks hold, fail and stay open, such as "1 holds, 3 fail, 5 open".
+    effect, low, high: the number of the first check that has one, with its 95 % interval. For a
+    ratio it is the logarithm.
+    trivial: the reason why the claim could not have failed here, if there is one.
+    remark: a comment written by hand.
     """
     ours = readings(preset, folder)
     rows = []
     for judged in _all_judged(ours, corrected):
-        # The runs that the checks read, by quantity; a dict for each, as a set has no order.
+        # The runs that the checks read, by quantity. Dicts are used as ordered sets.
         read: dict[str, dict[str, None]] = {}
         levels = []
         intervals = []
@@ -49,7 +56,7 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
             else:
                 runs = read.setdefault(check.quantity, {})
                 runs |= dict.fromkeys(check.runs)
-        # The levels behind the checks, each run's once though several checks read it.
+        # The levels that the checks read. A run has one level even if several checks read it.
         for quantity, runs in read.items():
             level, interval = _levels(quantity, runs, ours)
             levels.append(f"{quantity}: {level}")
@@ -69,15 +76,19 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
 
 
 def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per check of every claim: kind, runs, quantity and state, and the numbers behind it.
+    """One row per check of every claim: its kind, runs, quantity and state, and its numbers.
 
-    mean, low, high: of the level or paired difference, over `seeds`. freedom: degrees of freedom of
-    that interval. prior: those of the variance that all settings have in common, towards which each
-    setting's own is shrunk; few shrink it little. bar: what the mean is held against, a threshold
-    or a margin; a share of the base's mean has an error of its own, so that an interval above it
-    may still leave the check open. p: after Holm, of present, absent and more. passes: of a "no
-    effect" check, the largest effect that would still pass. All of ratios as logarithms. premise:
-    whether the claim takes it for granted.
+    mean, low, high: the level or difference, and its 95 % interval. For ratios all numbers are
+    logarithms. seeds: the number of seeds.
+    freedom: the degrees of freedom of the interval.
+    prior: the degrees of freedom of the common variance of all settings, towards which each
+    setting's own variance is shrunk. If they are few, it is shrunk little.
+    bar: the threshold or margin with which the mean is compared. If it is a share of the base's
+    mean, it has an error of its own. So the check may stay open although the interval lies above.
+    p: the p-value of present, absent and more, after Holm's correction.
+    passes: the largest effect with which a "no effect" check would still pass.
+    words: the reason for the state, if no number shows it.
+    premise: whether the check is a premise of the claim.
     """
     rows = []
     ours = readings(preset, folder)
@@ -103,7 +114,8 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
     Raises ValueError for an unknown id.
     """
     known = [claim.id for claim in read_claims()]
-    require(id in known, f"no claim {id!r} in data/claims.yaml")  # before 600 records are read
+    # This is checked first, because reading the records takes a while.
+    require(id in known, f"no claim {id!r} in data/claims.yaml")
     table = claims(preset, folder).set_index("id")
     row = table.loc[id]
     return f"{row.verdict} ({row.checks})" if row.checks else row.verdict
@@ -115,7 +127,7 @@ def _all_judged(ours: Readings, corrected: bool = True) -> list[Judged]:
 
 
 def _tally(judged: Judged) -> str:
-    """How its checks come out, such as "1 holds, 3 fail, 5 open"; empty if it has none."""
+    """How many checks hold, fail and so on, such as "1 holds, 3 fail, 5 open", or ""."""
     states = [outcome.state for outcome in judged.outcomes]
     parts = []
     for state in (HOLDS, FAILS, OPEN, MISSING):
@@ -123,34 +135,34 @@ def _tally(judged: Judged) -> str:
         verb = state if count == 1 else state.removesuffix("s")
         if count:
             parts.append(f"{count} {verb}")
-    # A claim whose checks all hold may still be open: it rests on another that is.
+    # A claim whose checks all hold is still open if one of its premises is.
     if any(premise.state != HOLDS for premise in judged.premises):
         parts.append("a premise is open")
     models = set()
     for outcome in judged.outcomes:
         if outcome.check.kind in REAL:
             models.add(outcome.check.runs)
-    if models:  # finished ones, which cannot speak for all
+    if models:  # a few pretrained models, which do not stand for all
         parts.append(f"in {len(models)} real models")
     return ", ".join(parts)
 
 
 def _reasons(judged: Judged) -> str:
-    """What is said of the checks that stay open, each once."""
+    """The reasons why checks stay open, each of them once."""
     reasons: dict[str, None] = {}
     for outcome in (*judged.outcomes, *judged.premises):
-        ours = outcome.check.kind not in REAL  # a real model's words are its number
+        ours = outcome.check.kind not in REAL  # for a real model, the words are its number
         if outcome.state == OPEN and ours and outcome.words:
             reasons |= dict.fromkeys(outcome.words.split("; "))
     return "; ".join(reasons)
 
 
 def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, str]:
-    """Each run's level, and its 95 % interval, as text."""
+    """The levels of some runs, and their 95 % intervals, as text."""
     levels = []
     intervals = []
     for run in runs:
-        if len(ours.values(run, quantity)) < 2:  # too few for an interval
+        if len(ours.values(run, quantity)) < 2:  # these are too few for an interval
             continue
         estimate = ours.estimate((run,), quantity)
         numbers = np.array([estimate.mean, estimate.low, estimate.high])

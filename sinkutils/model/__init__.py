@@ -1,1 +1,1 @@
-"""The decoder: attention, its fast forms, positions."""
+"""The decoder: attention, its fast forms, position terms and norms."""

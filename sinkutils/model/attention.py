@@ -1,13 +1,15 @@
-"""The attention algebra of Section 7 and Appendix C, dense and in the order of the formulas, and
-the position terms of Appendix A.
+"""The attention operations of Section 7 and Appendix C, and the position terms of Appendix A.
+
+The code follows these formulas step by step and keeps the whole attention matrix in memory:
 
     s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      Section 7.4, Eqs. 29, 43
     A_ij = alpha * f(s_ij) / Z_i
     out_i = sum_j A_ij v_j
 
-phi is the kernel, g the position term, f the similarity, alpha the scale, Z the normaliser. A bias
-(Table 4) is one more key and value that every query sees, or a vector added to the output. A sink
-logit is one more key without value. `fast` is tested against this module.
+phi is the kernel, g the position term, f the similarity, alpha the scale and Z the normaliser. A
+bias (Table 4) is one more key and value that every query sees, or a vector that is added to the
+output. A sink logit is one more key that has no value. `fast` computes the same output with less
+memory, and the tests compare it with this module.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 def elu_plus_one(s: Tensor) -> Tensor:
-    """e^s below 0, 1 + s above. PyTorch's elu is e^s - 1, to which adding 1 gives 0 for s = -17."""
+    """e^s below 0 and 1 + s above. `F.elu(s) + 1` would round to 0 in float32 at s = -18."""
     return torch.where(s < 0, s.clamp(max=0).exp(), s + 1)
 
 
@@ -37,21 +39,22 @@ SIMILARITIES: dict[str, Map] = {
     "exp": torch.exp,
     "sigmoid": torch.sigmoid,
     "elu": elu_plus_one,
-    "linear": lambda s: s,  # the one that can be negative
+    "linear": lambda s: s,  # the only one that can be negative
     "relu": torch.relu,
 }
-# log f without overflow, of every f that is positive
+# log f, without overflow, for every f that is positive
 LOGARITHMS = {
     "exp": lambda s: s,
-    # beyond its threshold softplus(x) is x, which is wrong by e^-x: nothing in float64 from 40 on
+    # beyond its threshold, softplus(x) returns x: the error e^-x is below float64's from 40 on
     "sigmoid": lambda s: -F.softplus(-s, threshold=40),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
-# phi of Section 7.4, on queries and keys; "mlp" is learned. In float64, as the product of two small
-# phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
+# phi of Section 7.4, applied to queries and keys; "mlp" is learned. It is computed in float64: the
+# product of two small values, such as e^-60 e^-60, is 0 in float32, and a row of zeros has no sum
+# to divide by.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
 OPERATION_CHOICES = {
-    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
+    # softpick (Zuhri et al. 2025): relu(e^s - 1) / sum |e^s - 1|, see `normalise`
     "similarity": (*SIMILARITIES, "softpick"),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
@@ -59,17 +62,17 @@ OPERATION_CHOICES = {
     "fixed_value": ("zero", "first", "uniform"),
     "sink_logit": ("none", "zero", "learned"),
 }
-# Others rotate q and k (rotary) or are added to the embeddings (absolute, learnable). `relative`
-# adds the number of T5's bucket itself, which grows with distance, as the authors' code does;
-# `relative_learned` is T5's, one learned bias a bucket and head. Eq. 6 prints a third thing: see
-# `relative_buckets`.
+# The other position terms rotate q and k (rotary) or are added to the embeddings (absolute,
+# learnable). `relative` adds the number of T5's bucket itself, which grows with the distance, as
+# the authors' code does. `relative_learned` is T5's own term: a learned bias for each bucket and
+# head. Eq. 6 prints a third variant: see `relative_buckets`.
 ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
 POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
 
 NUM_BUCKETS = 32  # B of Eq. 6
 MAX_DISTANCE = 128  # D of Eq. 6
 
-# What means nothing alone: a field, and the values that another field must have beside it
+# Fields that have a meaning only beside another field: (field, other field, the other's values)
 NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("p", "normalizer", ("p_norm",)),
     ("kernel", "similarity", ("linear",)),
@@ -83,31 +86,31 @@ NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention operation as a value. The defaults are causal softmax attention (Eq. 4).
+    """The description of an attention operation; the defaults are causal softmax (Eq. 4).
 
-    Raises `ValueError`, naming the allowed values, for a combination that has no meaning.
+    Raises `ValueError`, which names the allowed values, for a combination that has no meaning.
     """
 
     similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
-    # phi on q and k: identity, elu (plus one), mlp (shared by q, k and heads)
+    # phi, applied to q and k: identity, elu (plus one), mlp (one for q, k and all heads)
     kernel: str = "identity"
     # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
     normalizer: str = "sum"
     p: float = 1.0  # the p of p_norm (Eq. 43)
-    scale: float = 1.0  # alpha (Eq. 29): the weights sum to it
+    scale: float = 1.0  # alpha (Eq. 29), the sum of the weights of a row
     bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
     bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
-    # d_a: learnable dimensions of k*, the others are zero (Table 13)
+    # d_a: how many dimensions of k* are learned; the others are zero (Table 13)
     bias_dims: int | None = None
-    # v* of K biases (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
+    # v* of bias='k' (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
     fixed_value: str = "zero"
     fixed_value_norm: float = 1.0  # m
     window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
     prefix: int = 1  # p: every query also sees the first p keys (Section 6)
-    logit_bias: float = 0.0  # b of f(s + b) for sigmoid: -log C (Ramapuram et al. 2024)
-    # one more logit without key and value: zero (softmax plus one), learned (a head's own)
+    logit_bias: float = 0.0  # b in sigmoid(s + b); Ramapuram et al. (2024) use -log C
+    # one more logit, which has no key and value: zero (softmax plus one), learned (one per head)
     sink_logit: str = "none"
-    # A = A_1 - lambda A_2 of the even and the odd dimensions of q and k (Ye et al. 2024)
+    # A = A_1 - lambda A_2: two maps, from the even and the odd dimensions (Ye et al. 2024)
     differential: bool = False
 
     def __post_init__(self) -> None:
@@ -148,26 +151,26 @@ class AttentionSpec:
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether a key k* stands before the sequence's own keys: its weight is Sink_*."""
+        """Whether a key k* stands before the sequence's own keys. Sink_* measures its weight."""
         return self.bias in ("k", "kv")
 
     @property
     def has_star(self) -> bool:
-        """Whether column 0 of the weights is no key of the sequence: k*, or a sink logit."""
+        """Whether column 0 of the weights belongs to k* or to a sink logit instead of a token."""
         return self.has_key_bias or self.sink_logit != "none"
 
     def f(self, logits: Tensor) -> Tensor:
-        """The similarity of logits, with its logit bias."""
+        """The similarity f of the logits, to which the logit bias is added first."""
         return SIMILARITIES[self.similarity](logits + self.logit_bias)
 
     @property
     def hidden_is_zero(self) -> bool:
-        """Whether a hidden key gets the logit 0, where f is 0, in place of -inf."""
+        """Whether a hidden key gets the logit 0, because f(0) = 0, instead of -inf."""
         return self.similarity in ("linear", "relu", "softpick")
 
     @property
     def signed(self) -> bool:
-        """Whether similarities can be negative, so that the sink metric needs proxy scores."""
+        """Whether similarities can be negative. The sink metric then needs proxy scores."""
         return self.similarity == "linear" and self.kernel in ("identity", "mlp")
 
 
@@ -175,22 +178,23 @@ SOFTMAX = AttentionSpec()
 
 
 class Extras(NamedTuple):
-    """What an operation takes beside q, k and v, by the names of `attend`'s keyword arguments."""
+    """The inputs of an operation beside q, k and v; the names are keyword arguments of `attend`."""
 
-    distance_bias: Tensor | None = None  # (1 or H, >= T): g of Appendix A by distance i - j
-    key_bias: Tensor | None = None  # (H, D): k* of bias 'k' and 'kv'
-    # (H, D): v* of bias 'v' and 'kv', and of a fixed value that is not zero
+    distance_bias: Tensor | None = None  # (1 or H, >= T): g of Appendix A for distances i - j
+    key_bias: Tensor | None = None  # (H, D): k*, with bias='k' or 'kv'
+    # (H, D): v*, with bias='v' or 'kv', or with a fixed value that is not zero
     value_bias: Tensor | None = None
-    mlp: Map | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
-    sink_logit: Tensor | None = None  # (H,), of sink_logit='learned'
+    mlp: Map | None = None  # phi, (..., D) -> (..., D), with kernel='mlp'
+    sink_logit: Tensor | None = None  # (H,), with sink_logit='learned'
     mix: Tensor | None = None  # lambda of differential attention, a scalar
 
 
 def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
     """The mask M of Eq. 4: whether the query at `row` sees the key at `column`, elementwise.
 
-    Positions of the sequence, from 0. A query sees the keys up to its own, or the last w of them.
-    Without a window it sees the first p keys of all, too (Section 6).
+    row and column are positions, counted from 0. A query sees the keys up to its own position; with
+    a window it sees only the last w of these. Without a window it also sees the first p keys of the
+    sequence (Section 6).
     """
     causal = row >= column
     if spec.window is None:
@@ -201,18 +205,18 @@ def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
+    """Attention by the formulas at the top of `model/attention.py`, with O(T^2) memory.
 
-    q, k, v: (B, H, T, D), after rotary. extras: those of `Extras` that the operation needs.
+    q, k, v: (B, H, T, D), after rotary. extras: the fields of `Extras` that the operation needs.
     Returns out (B, H, T, D) and weights (B, H, T, S) in the dtype of v. S is T, or 1 + T where
-    column 0 is k* or takes the sink logit. A row that sees nothing, or whose sum is zero, has zero
-    weights. Raises ValueError on wrong shapes.
+    column 0 belongs to k* or to a sink logit. All weights of a query are zero where it sees no key
+    or its similarities sum to zero. Raises ValueError for wrong shapes.
     """
     learned = Extras(**extras)
     check_inputs(q, k, v, spec, learned)
     if learned.mix is not None:
-        # Ye et al. 2024: A = A_1 - lambda A_2, on the values that both maps share. A position term
-        # is of both maps; a bias or a sink logit has none of the two.
+        # Ye et al. 2024: A = A_1 - lambda A_2. Both maps use the same values and the same position
+        # term. A bias or a sink logit cannot occur here: `AttentionSpec` refuses them.
         softmax = replace(spec, differential=False)
         even, odd = halves(q)
         out, weights = attend(even, k, v, softmax, distance_bias=learned.distance_bias)
@@ -227,9 +231,9 @@ def attend(
 def _out_and_weights(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights of queries and keys after phi, k* in front of the keys if there is one.
+    """The output and the weights. phi has been applied, and k* is the first key if there is one.
 
-    In float32 at least, whatever the inputs: a logit of 100 has no fractions in bfloat16.
+    They are computed in float32 at least: bfloat16 rounds a logit near 100 to a multiple of 0.5.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
@@ -246,10 +250,11 @@ def _out_and_weights(
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys after the kernel phi, as the authors do after rotary; k* and v* in front.
+    """The inputs of the operation: k* and v* are put in front, then phi maps queries and keys.
 
-    There are then S = 1 + T keys. A v* that is not given is zero. A sink logit is a k* in one more
-    dimension, in which queries are 1 and the sequence's own keys and values are 0.
+    With a k* there are S = 1 + T keys. Its v* is zero unless the extras hold one. A sink logit
+    becomes a k* by means of one more dimension: there the queries are 1, the sequence's own keys
+    and values are 0, and k* holds the logit. As in the authors' code, phi follows rotary.
     """
     star = extras.key_bias
     value = extras.value_bias
@@ -258,7 +263,7 @@ def prepared(
         if sink is None:
             sink = q.new_zeros(q.shape[1])
         D = q.shape[-1]
-        q = q * ((D + 1) / D) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
+        q = q * ((D + 1) / D) ** 0.5  # the logits, divided by sqrt(D + 1), keep their values
         last = sink * (D + 1) ** 0.5  # k* in the new dimension, (H,)
         star = F.pad(last[:, None], (D, 0)).to(q.dtype)  # (H, D + 1)
         q = F.pad(q, (0, 1), value=1.0)
@@ -267,13 +272,13 @@ def prepared(
     if star is not None:
         k = prepend(star, k)
         v = prepend(value, v)
-    # After k* went in front: a kernel is taken of it as well.
+    # phi comes last because it maps k* as well.
     phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v
 
 
 def finished(out: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
-    """The output without the dimension that `prepared` adds for a sink logit, and with a V bias."""
+    """Drop the dimension that `prepared` added for a sink logit, and add a V bias to the output."""
     if spec.sink_logit != "none":
         out = out[..., :-1]
     if spec.bias == "v":
@@ -284,9 +289,9 @@ def finished(out: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
 def added_to_logits(
     q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What is added to the logits, (1 or H, T, S), and which keys are hidden, (T, S).
+    """The term that is added to the logits, (1 or H, T, S), and the hidden keys' mask, (T, S).
 
-    Added is g, and -inf at hidden keys, or 0 where f(0) = 0.
+    The term is g, and -inf at hidden keys. Where f(0) = 0, the caller gives these the logit 0.
     """
     length = q.shape[2]
     star = k.shape[2] - length  # 1 where there is k*
@@ -295,10 +300,10 @@ def added_to_logits(
     hidden = F.pad(~seen, (star, 0))  # every query sees k*
     added = q.new_zeros(1, length, k.shape[2])
     if distance_bias is not None:
-        # g(i - j) is constant along diagonals, so its rows are windows on one line of it. Their
-        # backward is a sum, not a scatter.
+        # g(i - j) is constant along diagonals, so each row is a window of one line of values. The
+        # backward pass of windows is a sum; that of an index would be a scatter.
         distances = torch.arange(1 - length, length, device=q.device)
-        # Keys after the query, which are hidden, may have any number: that of distance 0.
+        # Keys after the query are hidden. Any value will do for them; they get that of distance 0.
         line = distance_bias[:, distances.clamp(min=0)]  # (1 or H, 2 T - 1)
         rows = line.unfold(-1, length, 1).flip(-1)  # (1 or H, T, T)
         added = added + F.pad(rows, (star, 0))  # k* has no position
@@ -308,7 +313,7 @@ def added_to_logits(
 
 
 def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
-    """bias (H, D), or zero, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
+    """Put `bias` (H, D), or zeros if it is None, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
     if bias is None:
         return F.pad(x, (0, 0, 1, 0))
     first = bias.to(x.dtype)[:, None].expand(len(x), -1, -1, -1)  # (B, H, 1, D)
@@ -316,10 +321,10 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def halves(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The queries of the two maps of differential attention, of the even and of the odd dimensions.
+    """The queries of differential attention's two maps: the even and the odd dimensions of q.
 
-    A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their
-    number in 1/sqrt(D).
+    The other dimensions are set to zero, so that those of the keys do not count. The factor sqrt(2)
+    is needed because the logits are divided by sqrt(D), while a map has only D / 2 dimensions.
     """
     odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1  # (D,)
     longer = q * 2**0.5
@@ -327,15 +332,15 @@ def halves(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """A_ij = alpha f(s_ij) / Z_i (Eqs. 29, 43) over the keys that `seen` allows; 0 elsewhere.
+    """A_ij = alpha f(s_ij) / Z_i (Eqs. 29, 43) over the keys that `seen` allows, and 0 elsewhere.
 
-    logits (..., R, S); seen (R, S) boolean.
+    logits: (..., R, S). seen: (R, S), boolean.
     """
     hidden = 0 if spec.hidden_is_zero else -torch.inf
     logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        one = (-peak).exp()  # the 1 of e^s - 1, divided too
+        one = (-peak).exp()  # the 1 of e^s - 1, divided by e^peak
         sim = (logits - peak).exp() - one
         sim = sim.masked_fill(~seen, 0)
         total = sim.abs().sum(-1, keepdim=True)
@@ -345,11 +350,11 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """f(s_ij) over a number of its row, which cancels in A_ij; and 1 over it, for max_abs_sum.
+    """f(s_ij) and the 1 of max_abs_sum, both divided by one number per row; it cancels in A_ij.
 
-    logits (..., R, S) are -inf, or 0 where f(0) = 0, at hidden keys. As they are, sigmoid(-100) and
-    its powers are nothing in float32, and e^100 is too much. An operation without a sum keeps
-    f(s_ij) itself, and overflows where that does.
+    In float32 the powers of sigmoid(-100) vanish and e^100 overflows; after the division neither
+    does. An operation that divides by no sum gets f(s_ij) itself, which may overflow, and None.
+    logits: (..., R, S), at hidden keys -inf, or 0 where f(0) = 0.
     """
     if spec.normalizer in ("none", "length"):
         return spec.f(logits), None
@@ -359,11 +364,11 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
             peak = sim.amax(-1, keepdim=True).detach()
             sim = divide(sim, peak)
         return sim, sim.new_ones(())
-    # f / max f as exp(log f - max log f), so that neither overflows.
+    # f / max f is computed as exp(log f - max log f), which cannot overflow.
     logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
-    peak = peak.masked_fill(~peak.isfinite(), 0)  # a row that sees nothing
-    if spec.normalizer == "max_abs_sum":  # where the sum is below 1 it is not what divides
+    peak = peak.masked_fill(~peak.isfinite(), 0)  # in a row that sees no key
+    if spec.normalizer == "max_abs_sum":  # Z_i is at least 1, and so is the number per row
         peak = peak.clamp(min=0)
     return (logs - peak).exp(), (-peak).exp()
 
@@ -371,30 +376,30 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
 def normalizer(
     sim: Tensor, seen: Tensor, spec: AttentionSpec, unit: Tensor | None
 ) -> Tensor | None:
-    """Z_i (Section 7.4, Eq. 43) from what `in_range` returns: (..., R, 1), or None for Z = 1."""
+    """Z_i (Section 7.4, Eq. 43) from the results of `in_range`: (..., R, 1), or None for Z = 1."""
     if spec.normalizer == "none":
         return None
     if spec.normalizer == "length":
         return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
-        # x^p has an infinite gradient at 0 for p < 1: a hidden key, whose x is 0, is kept out.
+        # For p < 1, x^p has an infinite gradient at 0, where hidden keys are: `_power` avoids it.
         total = _power(sim, spec.p).sum(-1, keepdim=True)
         return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
-    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `unit`: 1 in the row's scale
+    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `unit` stands for the 1
         return total.abs().clamp(min=unit)
     return total
 
 
 def _power(x: Tensor, p: float) -> Tensor:
-    """x^p of x >= 0, with no gradient where x is 0."""
+    """x^p for x >= 0, with gradient 0 where x is 0."""
     positive = x > 0
-    base = torch.where(positive, x, 1)  # whose power has a finite gradient everywhere
+    base = torch.where(positive, x, 1)  # the gradient of its power is finite everywhere
     return base.pow(p).masked_fill(~positive, 0)
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:
-    """sim / total, 0 where the total is 0, without a nan in the gradient; None stands for 1."""
+    """sim / total, and 0 where total is 0, without a NaN in the gradient. None stands for 1."""
     if total is None:
         return sim
     empty = total == 0
@@ -403,7 +408,7 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
-    """Raise ValueError, naming the argument and the shape it should have, if inputs do not fit."""
+    """Raise ValueError, which names the argument and its proper shape, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     require(
         q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1,
@@ -436,22 +441,23 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
         )
 
 
-# ---- positions (Appendix A): added to h or to the logits, or rotating q and k
+# ---- position terms (Appendix A): some are added to h or to the logits, one rotates q and k
 
 
 def absolute_embedding(length: int, hidden_size: int) -> Tensor:
     """Sinusoidal p_t of Eq. 5 for t = 1..length: (length, hidden_size), sin and cos interleaved."""
-    cos, sin = rotary_tables(length + 1, hidden_size)  # of the same angles, from 0
+    cos, sin = rotary_tables(length + 1, hidden_size)  # the angles are the same, but start at 0
     interleaved = torch.stack([sin, cos], dim=-1).flatten(1)
     return interleaved[1:, :hidden_size]
 
 
 def relative_buckets(length: int) -> Tensor:
-    """T5's bucket of distances 0..length-1, (length,) int64.
+    """T5's buckets for the distances 0..length-1: (length,) int64.
 
-    Exact up to B/2, logarithmic up to D, then B - 1. Not quite g of Eq. 6: T5, and the authors'
-    code with it, takes the floor of the scaled logarithm; Eq. 6 prints the floor before the factor
-    B/2, which puts all distances from B/2 to D - 1 in one bucket.
+    Below B/2 each distance is a bucket of its own; up to D the buckets widen logarithmically; from
+    D on there is one bucket, B - 1. This is not quite g of Eq. 6: T5 and the authors' code take the
+    floor of the scaled logarithm, whereas Eq. 6 prints the floor before the factor B/2, which would
+    put all distances from B/2 to D - 1 in one bucket.
     """
     distance = torch.arange(length)
     exact = NUM_BUCKETS // 2
@@ -463,7 +469,7 @@ def relative_buckets(length: int) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """m of Eq. 7 for heads 1..H: 2^(-h 2^(3 - log2 H)), shape (H,)."""
+    """The slopes m of Eq. 7 for heads h = 1..H: 2^(-h 2^(3 - log2 H)), shape (H,)."""
     head = torch.arange(1, num_heads + 1).double()
     return torch.exp2(-head * 8 / num_heads).float()
 
@@ -478,10 +484,10 @@ def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
+    """R_{Theta, m} x (Eq. 8) for x (..., T, D) and tables (T, D / 2).
 
-    The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K
-    permuted.
+    It rotates the dimensions i and i + D/2 together, as LLaMA's released code does. This equals
+    Eq. 9 if the columns of W_Q and W_K are permuted.
     """
     first, second = x.chunk(2, dim=-1)
     turned = first * cos - second * sin

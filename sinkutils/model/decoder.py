@@ -1,14 +1,17 @@
-"""The decoder of Eqs. 1-4, with every variant of Section 7 as a value of its configuration.
+"""The decoder of Eqs. 1-4. Every variant of Section 7 is a value of its configuration.
 
-`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no
-attention map is kept. An observer is any object with three methods; layers count from 0, and with a
-sink token the first position of every tensor is x*, so that T is one more than the ids have:
+`forward(ids, observer)` passes h, q, k and v to an observer as soon as they are computed. So a
+measurement needs no hooks, and no attention map is kept. An observer is an object with three
+methods. Layers count from 0. With a sink token, x* is the first position of every tensor, so that
+T is one more than the number of ids.
 
     embedding(hidden)                         h^0, (B, T, d)
-    attention(layer, q, k, v, spec, extras)   q, k (after rotary) and v, (B, H, T, D), and what
-                                              `attend` gets
-    block(layer, hidden, before_norm)         h^l and, for post-norm, the same before its last norm
-                                              (else h^l again)
+    attention(layer, q, k, v, spec, extras)   the arguments of `attend`: q, k (after rotary) and v,
+                                              each (B, H, T, D), the spec and the extras
+    block(layer, hidden, before_norm)         h^l, and h^l before the last norm of a post-norm block
+                                              (for other blocks, h^l again)
+
+An observer may also change these tensors in place: an intervention is written in this way.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from sinkutils.model import attention, fast
 from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
 from sinkutils.model.norms import NORMS, RMSNorm
 
-VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
-Tables = dict[str, Tensor]  # of positions, by name: see `position_tables`
+VALUE_VARIANCE = 2 / 5  # the variance of an element of v before training, if its input is normed
+Tables = dict[str, Tensor]  # the tables of a position term, by name: see `position_tables`
 
-# Table 11. Those that end in "glu" are gated; the others keep the width, so have fewer parameters.
+# Table 11. The FFNs that end in "glu" are gated. The others have the same width, and so fewer
+# parameters.
 FFNS: dict[str, Map] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -52,7 +56,10 @@ MODEL_CHOICES = {
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A language model as a value. Raises ValueError for shapes that do not fit, naming a field."""
+    """The description of a language model.
+
+    Raises ValueError, which names a field, for shapes that do not fit together.
+    """
 
     vocab_size: int = 1024
     context_length: int = 64  # C, the longest sequence the model accepts
@@ -62,20 +69,20 @@ class LMConfig:
     intermediate_size: int = 128  # width of the FFN
     # rotary, nope, absolute, learnable, relative, relative_learned, alibi (Appendix A)
     position: str = "rotary"
-    # pre (Eq. 2), post (Eq. 3), or sandwich: pre, and each sublayer's output is normed too
+    # pre (Eq. 2), post (Eq. 3), or sandwich: as pre, with a norm of each sublayer's output as well
     norm: str = "pre"
     ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
     head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
     sink_token: bool = False  # a learnable x* before every sequence (Table 4)
     attention: AttentionSpec = SOFTMAX
-    # The rest came after the paper (data/paper/after_paper.csv).
-    # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
+    # The variants below come from later papers (data/paper/after_paper.csv).
+    # none; head, element: sigmoid(W x_i) multiplies each head's output, or its elements, before W_O
     gate: str = "none"
     qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
-    # v_j times r / (r + c), r = |v_j|^2, with a learned c a head (Chen and Yao 2026)
+    # v_j is multiplied by r / (r + c): r = |v_j|^2, and each head learns its c (Chen and Yao 2026)
     value_scale: bool = False
-    # rms; dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale;
-    # gated: rms times a gate
+    # rms; dyt: tanh(alpha h) * g replaces it, and the embeddings have a learned scale;
+    # gated: rms multiplied by a gate
     normalization: str = "rms"
 
     def __post_init__(self) -> None:
@@ -87,11 +94,11 @@ class LMConfig:
             raise ValueError(
                 f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
             )
-        # Into how many equal parts the dimensions of a head are cut.
+        # The number of equal parts into which the dimensions of a head are cut.
         parts = 1
-        if self.position == "rotary":  # turns the halves of a head
+        if self.position == "rotary":  # it pairs the two halves
             parts *= 2
-        if spec.differential:  # has a map of each half
+        if spec.differential:  # each half has an attention map of its own
             parts *= 2
         if self.head_dim % parts > 0:
             raise ValueError(
@@ -99,8 +106,8 @@ class LMConfig:
                 f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
             )
         if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
-            # k* would be a second place for Sink_*. A window would hide x* from most queries, a
-            # prefix count it.
+            # With k* as well, Sink_* would have two places. A window would hide x* from most
+            # queries, and a prefix would count x* as its first token.
             raise ValueError(
                 "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
                 "prefix"
@@ -126,12 +133,12 @@ class LMConfig:
 
 
 def norm_layer(config: LMConfig) -> nn.Module:
-    """A norm of whole hidden states, by the config's kind."""
+    """A norm of the hidden states, of the kind that the config names."""
     return NORMS[config.normalization](config.hidden_size)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention (Eq. 4), the biases of Table 4, the kernels of Section 7.4."""
+    """Multi-head self-attention (Eq. 4) with the variants that `AttentionSpec` describes."""
 
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
@@ -144,9 +151,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         merged = head_dim if config.head_merge == "add" else width
         self.out = nn.Linear(merged, width, bias=False)
-        # Every parameter is filled by `TransformerLM.reset_parameters`.
+        # `TransformerLM.reset_parameters` gives every parameter its initial value.
         rows = 1 if spec.bias_shared else heads
-        if spec.has_key_bias:  # k*; d_a of its dimensions learn (Table 13)
+        if spec.has_key_bias:  # k*, of which d_a dimensions are learned (Table 13)
             self.key_bias = nn.Parameter(torch.empty(rows, spec.bias_dims or head_dim))
         if spec.bias in ("kv", "v"):  # v*
             self.value_bias = nn.Parameter(torch.empty(rows, head_dim))
@@ -158,7 +165,7 @@ class Attention(nn.Module):
             self.mix = nn.Parameter(torch.empty(4, head_dim // 2))
             self.first_mix = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_init, layers from 0
             self.head_norm = RMSNorm(head_dim)
-        if config.value_scale:  # log of c over what it starts as
+        if config.value_scale:  # the log of c divided by its initial value
             self.value_scale = nn.Parameter(torch.empty(heads))
         if spec.kernel == "mlp":
             first = nn.Linear(head_dim, head_dim, bias=False)
@@ -172,39 +179,39 @@ class Attention(nn.Module):
             self.key_norm = RMSNorm(head_dim)
 
     def forward(self, x: Tensor, tables: Tables, observer: Any = None) -> Tensor:
-        """x: (B, T, d) -> (B, T, d). tables: `position_tables` for T."""
+        """x: (B, T, d) -> (B, T, d). tables: those of `position_tables`, T rows each."""
         config = self.config
         spec = self.config.attention
         B, T, _ = x.shape
-        # Cut by head at once: the gradients of chunks, viewed by head, are put together one number
-        # at a time.
+        # One view cuts out the heads as well. Chunks that are viewed by head afterwards have a slow
+        # backward pass, which puts their gradients together number by number.
         qkv = self.qkv(x).view(B, T, 3, config.num_heads, config.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
-        # The values shrink where they are small: v_j r / (r + c).
+        # Small values shrink: v_j r / (r + c).
         if config.value_scale:
             wide = v.to(torch.promote_types(v.dtype, torch.float32))
             squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
-            expected = VALUE_VARIANCE * config.head_dim  # |v|^2 at the start
+            expected = VALUE_VARIANCE * config.head_dim  # the mean of |v|^2 before training
             c = expected * self.value_scale.exp()[:, None, None]
             share = squared / (squared + c)
             v = v * share.to(v.dtype)
-        # Queries and keys: normed, then rotated.
+        # Queries and keys are normed, then rotated.
         if config.qk_norm:
             q = self.query_norm(q)
             k = self.key_norm(k)
         if "cos" in tables:
-            # The tables keep their precision, as bfloat16 would blur far positions; the products
-            # need not.
+            # The tables stay in float32, because bfloat16 cannot tell far positions apart. The
+            # rotated q and k may be rounded.
             cos = tables["cos"]
             sin = tables["sin"]
             q = attention.rotate(q, cos, sin).to(v.dtype)
             k = attention.rotate(k, cos, sin).to(v.dtype)
-        # The operation itself.
+        # The attention operation.
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
         out = fast.attention_output(q, k, v, spec, **extras)  # (B, H, T, D)
-        # Each head's output: normed, gated, and merged with the others'.
+        # The heads' outputs are normed, gated and merged.
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate != "none":
@@ -243,7 +250,7 @@ class Attention(nn.Module):
             extras["mix"] = first - second + self.first_mix
         if "distance_bias" in tables:
             extras["distance_bias"] = tables["distance_bias"].T
-        if "buckets" in tables:  # its values keep their precision, as the tables do
+        if "buckets" in tables:  # the biases stay in float32, as the tables do
             wide = torch.promote_types(dtype, torch.float32)
             by_distance = self.bucket_bias[:, tables["buckets"]]  # (H, T)
             extras["distance_bias"] = by_distance.to(wide)
@@ -251,10 +258,10 @@ class Attention(nn.Module):
 
 
 def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5)."""
+    """The fixed v* (Table 5): m [1, 0, .., 0] if "first", m [1, .., 1] / sqrt(d_h) if "uniform"."""
     if spec.fixed_value == "first":
         first = torch.zeros(head_dim, device=device)
-        # An assignment would copy from the host: see `GraphedStep`.
+        # `first[0] = ..` would copy the number from the host, which a CUDA graph cannot record.
         first[0].fill_(spec.fixed_value_norm)
         return first
     each = spec.fixed_value_norm / math.sqrt(head_dim)
@@ -262,7 +269,7 @@ def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None 
 
 
 class FeedForward(nn.Module):
-    """The six FFNs of Table 11; gate and up projections are one matrix."""
+    """The six FFNs of Table 11. The gate and up projections are one matrix."""
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
@@ -274,7 +281,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, *up = self.up(x).chunk(self.parts, dim=-1)  # one or two of (B, T, width)
+        gate, *up = self.up(x).chunk(self.parts, dim=-1)  # each (B, T, inner); `up` may be empty
         hidden = self.activation(gate)
         if up:
             hidden = hidden * up[0]
@@ -298,12 +305,15 @@ class Block(nn.Module):
             self.after_2 = norm_layer(config)
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
-        if self.post_norm:  # Eq. 3: the residual is of the normed middle
+        """h: (B, T, d) -> the block's output, and the same before the last LN of a post-norm block.
+
+        args: the position tables and the observer, which `Attention.forward` takes after h.
+        """
+        if self.post_norm:  # Eq. 3: the second residual adds the normed `middle`
             middle = self.norm_1(self.attention(h, *args) + h)
             before = self.ffn(middle) + middle
             return self.norm_2(before), before
-        # Eq. 2; `after` is the identity but for sandwich norm.
+        # Eq. 2. `after_1` and `after_2` are the identity, except with sandwich norm.
         attended = self.attention(self.norm_1(h), *args)
         middle = self.after_1(attended) + h
         fed = self.ffn(self.norm_2(middle))
@@ -314,7 +324,7 @@ class Block(nn.Module):
 class TransformerLM(nn.Module):
     """An auto-regressive LM: token ids (B, T) -> logits (B, T, V).
 
-    seed: of its initial values (`reset_parameters`).
+    seed: determines the initial values of the parameters (`reset_parameters`).
     """
 
     def __init__(self, config: LMConfig, seed: int = 0) -> None:
@@ -332,13 +342,13 @@ class TransformerLM(nn.Module):
             self.embedding_scale = nn.Parameter(torch.empty(1))
         if config.position == "learnable":
             self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
-        # No buffers: they would go to half precision with the weights, and far positions would
-        # blur.
+        # The tables are no buffers, since `model.half()` would convert those with the weights, and
+        # half precision cannot tell far positions apart.
         self.tables = position_tables(config, length)
         self.reset_parameters(seed)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TransformerLM:
-        """What `to`, `cuda` and their like call: the tables move too, and keep their precision."""
+        """Move the tables too, in float32. PyTorch calls this in `to`, `cuda`, `half` and so on."""
         super()._apply(fn, recurse)
         device = self.embed.weight.device
         if device.type != "meta":
@@ -347,32 +357,34 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
-        """Initialise as the authors' code is written (the paper says nothing of it).
+        """Draw the initial values as the authors' code does; the paper does not describe them.
 
-        Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x*
-        N(0, 0.02^2); gains 1. After the paper: alpha of DyT 1 (its authors' for the narrowest
-        language model they tried, Table 11) and its scale of the embeddings sqrt(d), lambda's
-        vectors N(0, 0.1^2), and the c of V-scale the expected |v|^2. The output projection of
-        SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
+        Linear maps, embeddings and learned positions are N(0, 2/5/fan_in). Biases and x* are
+        N(0, 0.02^2). Gains are 1. The output projection of SwiGLU, and of no other FFN of Table 11,
+        has the standard deviation 1/sqrt(fan_in)/L.
 
-        What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants
-        of a seed start from the same values wherever they share a parameter (its scale may differ,
-        as said above).
+        The variants of later papers: DyT's alpha is 1, as for the narrowest language model of its
+        authors (their Table 11), and its scale of the embeddings is sqrt(d). The vectors of lambda
+        are N(0, 0.1^2). The c of the value scale is the expected |v|^2.
+
+        The random numbers of a parameter depend on the seed, its name and its shape only. So two
+        variants with one seed share the draw of every parameter that both have; only its standard
+        deviation may differ, as described above.
         """
         config = self.config
         for name, parameter in self.named_parameters():
-            # The standard deviation, by the parameter's name.
+            # The parameter's name determines the standard deviation.
             kind = name.rsplit(".", 1)[-1]
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
             if kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
-                std = 0.02  # k* and v* as the authors' code
+                std = 0.02  # as the authors' code has it for k* and v*
             elif kind == "mix":
                 std = 0.1
             elif name.endswith("ffn.down.weight") and config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / config.num_layers
-            # The few that start at a number of their own, and the random ones.
-            if kind == "value_scale":  # log of c over the expected |v|^2
+            # A few parameters start at a fixed number. All others are drawn.
+            if kind == "value_scale":  # the log of c divided by the expected |v|^2
                 parameter.zero_()
             elif kind == "embedding_scale":
                 parameter.fill_(config.hidden_size**0.5)
@@ -384,8 +396,9 @@ class TransformerLM(nn.Module):
     def forward(self, ids: Tensor, observer: Any = None, kept: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
 
-        kept: a mask (B, T); of these alone, (N, V). observer sees h, q, k, v on the way. Raises
-        ValueError for ids of the wrong rank, dtype, range or length.
+        observer: gets h, q, k and v as they are computed (see the top of `model/decoder.py`).
+        kept: a mask (B, T). With it, only the logits of its N positions are computed, (N, V).
+        Raises ValueError for ids of the wrong rank, dtype, range or length.
         """
         hidden = self.hidden(ids, observer)
         if kept is not None:
@@ -393,15 +406,15 @@ class TransformerLM(nn.Module):
         return self.unembed(hidden)  # type: ignore[no-any-return]
 
     def hidden(self, ids: Tensor, observer: Any = None) -> Tensor:
-        """The normed output of the last block, (B, T, d): what the unembedding reads."""
+        """The normed output of the last block, (B, T, d), which the unembedding reads."""
         check_ids(ids, self.config)
-        # h^0: the embeddings, x* in front if there is one, and what a position adds.
+        # h^0 is the embeddings, with x* in front if there is one, plus a position embedding if any.
         h = self.embed(ids)
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
         if self.config.sink_token:
             sink = self.sink.expand(len(h), 1, -1).to(h.dtype)
-            h = torch.cat([sink, h], dim=1)  # x* first
+            h = torch.cat([sink, h], dim=1)
         length = h.shape[1]
         tables = {name: table[:length] for name, table in self.tables.items()}
         if self.config.position == "learnable":
@@ -410,34 +423,34 @@ class TransformerLM(nn.Module):
             h = h + tables["added"].to(h.dtype)
         if observer is not None:
             observer.embedding(h)
-        # h^l of each block.
+        # Each block computes h^l.
         for layer, block in enumerate(self.blocks):
             h, before = block(h, tables, observer)
             if observer is not None:
                 observer.block(layer, h, before)
-        # x* predicts no token.
+        # x* predicts no token, so it is dropped.
         if self.config.sink_token:
             h = h[:, 1:]
         return self.norm(h)  # type: ignore[no-any-return]
 
 
 def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
-    """N(0, 1) in the shape of `like`, float32: a function of (seed, name, shape)."""
+    """Draw N(0, 1) in the shape of `like`, float32; it depends on seed, name and shape only."""
     if like.is_meta:
         return torch.empty_like(like)
     key = f"{seed}/{name}/{tuple(like.shape)}"
     digest = hashlib.sha256(key.encode()).digest()
-    # The shift keeps the seed below 2^63, the largest that every generator takes.
+    # The shift keeps the seed below 2^63, which every generator accepts.
     number = int.from_bytes(digest[:8], "big") >> 1
     generator = torch.Generator().manual_seed(number)
     return torch.randn(like.shape, generator=generator)
 
 
 def position_tables(config: LMConfig, length: int) -> Tables:
-    """The constant tables that a position embedding needs: a row for each position or distance."""
+    """The constant tables that a position term needs. Rows are positions or distances."""
     if config.position == "rotary":
-        # The even and the odd dimensions of a differential head each turn as a head of half the
-        # size does.
+        # In a differential head, the even dimensions are rotated like a head of half the size, and
+        # so are the odd ones.
         halves = 2 if config.attention.differential else 1
         cos, sin = attention.rotary_tables(length, config.head_dim // halves)
         cos = cos.repeat_interleave(halves, -1)
@@ -457,7 +470,7 @@ def position_tables(config: LMConfig, length: int) -> Tables:
 
 
 def check_ids(ids: Tensor, config: LMConfig) -> None:
-    """Raise ValueError, naming what is allowed, unless ids are (B, T) integers in range."""
+    """Raise ValueError, which says what is allowed, unless ids are (B, T) integers in range."""
     if torch.compiler.is_compiling():
         return
     longest = config.context_length
@@ -467,8 +480,8 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         B, T = ids.shape
         is_integer = ids.dtype in (torch.int64, torch.int32)
         valid = is_integer and B > 0 and 1 <= T <= longest
-    # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
-    # itself refuses bad ids.
+    # The range is not checked on a GPU, where the host would have to wait for the result, nor
+    # inside vmap, where values cannot be read. There the embedding itself refuses bad ids.
     if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
         low, high = ids.aminmax()
         valid = bool(low >= 0) and bool(high <= last)

@@ -1,10 +1,13 @@
-"""The attention algebra at speed: the output of `attention.attend`, in values and gradients.
+"""Fast attention: the same output and gradients as `attention.attend`, without its weights.
 
-Two forms (`choose_form`):
+The output is computed in one of two forms (`choose_form`):
 
-- "sdpa": PyTorch's fused kernel; causal softmax or one with a prefix, with any bias of Table 4.
-  O(T d_h) memory.
-- "dense": everything else: the matrix of logits, O(T^2) memory.
+- "sdpa" is PyTorch's fused kernel, with O(T d_h) memory. It serves causal softmax, also with a
+  prefix and with any bias of Table 4.
+- "dense" is for everything else. It computes the matrix of logits, with O(T^2) memory.
+
+The calls of a causal softmax, from the decoder down: `attention_output` checks the shapes and puts
+a k* in front of the keys (`attention.prepared`), and `_sdpa` calls the kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ from torch import Tensor
 from sinkutils.model import attention
 from sinkutils.model.attention import AttentionSpec, Extras, divide
 
-# Tokens up to which the dense form is faster than a CPU's fused kernel in half precision, which
-# takes four times as long at T = 64 and twice at 512.
+# In half precision on a CPU, the dense form is faster than the fused kernel up to this many tokens.
+# The kernel takes four times as long at T = 64 and twice as long at T = 512.
 DENSE_LENGTH = 512
 
 
 def choose_form(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, position_term: bool
 ) -> str:
-    """Which form serves an operation."""
+    """The form in which an operation is computed, "sdpa" or "dense"."""
     whole = spec.window is None or spec.window >= length
     quick = length > DENSE_LENGTH or not slow_kernel(device.type, dtype)
     plain = spec.is_softmax and whole and not position_term
@@ -35,15 +38,16 @@ def choose_form(
 
 
 def slow_kernel(device: str, dtype: torch.dtype) -> bool:
-    """Whether the fused kernel is the slower one on short sequences: a CPU's in half precision."""
+    """Whether the fused kernel is the slower form on short sequences: on a CPU in bf16 or fp16."""
     return device == "cpu" and dtype in (torch.bfloat16, torch.float16)
 
 
 def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
     """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
 
-    The decoder calls this one; measuring needs the weights and calls the other. Differentiable in
-    every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
+    The decoder calls this function; the measurements need the weights and call `attend`. The
+    output is differentiable in every tensor and in the parameters of `mlp`. Raises ValueError as
+    `attention.attend` does.
     """
     learned = Extras(**extras)
     attention.check_inputs(q, k, v, spec, learned)
@@ -73,18 +77,18 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
 
 
 def needs_width(spec: AttentionSpec, position_term: bool) -> bool:
-    """Whether the dense form needs float32 at least, whatever its inputs."""
-    # bfloat16 has no odd distances beyond 256, and blurs the logarithm of a similarity; a kernel's
-    # queries and keys may be in float64 already.
+    """Whether the dense form must compute in float32 at least, even for bfloat16 inputs."""
+    # bfloat16 cannot hold an odd distance above 256, and rounds the logarithm of a similarity too
+    # coarsely. The queries and keys of kernel='elu' are in float64 already.
     divided = spec.normalizer not in ("none", "length")
     by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
     return position_term or by_logarithm or spec.kernel == "elu"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Eq. 4 by the fused kernel, on queries (B, H, T, D) and S = T or 1 + T keys and values."""
-    # Where k* stands before the keys, a query whose output is dropped stands before the others, so
-    # that the kernel's causal mask fits.
+    """Eq. 4 by the fused kernel, for queries (B, H, T, D) and S = T or 1 + T keys and values."""
+    # If k* stands before the keys, there is one key more than queries. A zero query is put in front
+    # so that the kernel's causal mask fits, and its output is dropped.
     star = k.shape[2] - q.shape[2]
     padded = F.pad(q, (0, 0, star, 0))
     out = F.scaled_dot_product_attention(padded, k, v, is_causal=True)
@@ -92,7 +96,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     p = spec.prefix
     if p == 1:
         return out
-    # The first p queries see the whole prefix: a second call without a mask.
+    # The first p queries see the whole prefix. A second call without a mask computes them.
     keys = k[:, :, : star + p]
     values = v[:, :, : star + p]
     first = F.scaled_dot_product_attention(q[:, :, :p], keys, values)
@@ -102,14 +106,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 def _few_passes(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> Tensor:
-    """The formulas with few passes over the logits, still without the scale alpha.
+    """The dense form, with few passes over the logits. The caller multiplies by the scale alpha.
 
-    q: (B, H, T, D), k and v: (B, H, S, D), all after phi, k* in front of the keys if there is one.
+    q: (B, H, T, D). k, v: (B, H, S, D), with k* and v* in front if there are any. phi has been
+    applied to q and k.
     """
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])
-    # One product adds the bias to the logits as it makes them.
+    # The matrix product adds the bias to the logits in the same pass.
     B, H, T, D = q.shape
     bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
     queries = q.flatten(0, 1)
@@ -122,9 +127,9 @@ def _few_passes(
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
         scaled = attention.normalise(logits, ~hidden, spec)
-        weights = scaled / spec.scale  # the caller multiplies by it
+        weights = scaled / spec.scale  # the caller multiplies by the scale
         return weights.to(v.dtype) @ v
-    # The sum divides the output, (B, H, T, D), rather than the weights, (B, H, T, S).
+    # Dividing the output, (B, H, T, D), is cheaper than dividing the weights, (B, H, T, S).
     similarity, unit = attention.in_range(logits, spec)
     total = attention.normalizer(similarity, ~hidden, spec, unit)
     return divide(similarity @ v, total)

@@ -1,4 +1,4 @@
-"""The norms of a block: RMSNorm, and two of later papers that stand in its place."""
+"""The norms of a block: RMSNorm, and two replacements from later papers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GATE_RANK = 16
 
 
 class RMSNorm(nn.RMSNorm):
-    """LN of Section 3.1: h / RMS(h) * g, with g in the precision of h."""
+    """The LN of Section 3.1: h / RMS(h) * g. The gain g is cast to the precision of h."""
 
     def forward(self, x: Tensor) -> Tensor:
         gain = self.weight.to(x.dtype)
@@ -18,7 +18,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class DyT(nn.Module):
-    """tanh(alpha h) * g in place of a norm (Zhu et al. 2025)."""
+    """DynamicTanh, tanh(alpha h) * g, which replaces a norm (Zhu et al. 2025)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -31,7 +31,10 @@ class DyT(nn.Module):
 
 
 class GatedNorm(RMSNorm):
-    """y * sigmoid(W_up silu(W_down y)) with y = RMSNorm(h) and rank 16 (Qiu et al. 2026)."""
+    """y * sigmoid(W_up silu(W_down y)), where y = RMSNorm(h) and W_up W_down has rank 16.
+
+    Qiu et al. (2026) proposed it.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

@@ -1,1 +1,1 @@
-"""What is trained: configs, presets, experiments, records. No training here."""
+"""The study: configs, presets, experiments and records. The training itself is in `training`."""

@@ -1,5 +1,6 @@
-"""What a run is: its model, its text, its optimisation and its seed, as one frozen config, and how
-JSON holds that.
+"""The config of a run: its model, its text, its optimisation and its seed.
+
+A config is a frozen dataclass. This module also writes it to JSON and reads it back.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from sinkutils.data.corpus import public_name
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
 
-Json = dict[str, Any]  # a config, a record's metrics, a report
-# Raised by hand when a change to the trainer or the model changes the numbers of its runs.
+Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
+# Is raised by hand when a change to the trainer or the model changes the numbers of the runs.
 RECIPE = 2
 PRECISIONS = ("fp32", "bf16")
-LARGEST_SEED = 2**63 - 1  # what every generator takes
+LARGEST_SEED = 2**63 - 1  # every random generator accepts it
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]{0,98}[A-Za-z0-9_])?")
 
 
 def check_name(what: str, name: str) -> None:
-    """Hold that a name is that of a folder, on every system, and no path to one."""
+    """Raise ValueError unless a name can be a folder's name on every system (and is no path)."""
     require(
         NAME.fullmatch(name) is not None,
         f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, "
@@ -40,22 +41,23 @@ class TrainConfig:
     """Optimisation and evaluation of one run (Section 4). Step counts are optimiser steps."""
 
     steps: int = 4000
-    batch_size: int = 32  # sequences a step
-    learning_rate: float = 6e-3  # peak
+    batch_size: int = 32  # sequences per step
+    learning_rate: float = 6e-3  # the peak rate
     warmup_steps: int = 100
-    lr_floor: float = 0.1  # last over peak rate: 1 is constant, the authors' published config
+    # the last rate divided by the peak rate; 1 keeps it constant, as in the authors' published code
+    lr_floor: float = 0.1
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_norm: float = 1.0
-    precision: str = "fp32"  # bf16: autocast; weights and optimiser stay fp32
+    precision: str = "fp32"  # with bf16 autocast is used; weights and optimiser stay in fp32
     eval_every: int = 100
-    eval_sequences: int = 100  # for the sink metric
+    eval_sequences: int = 100  # the number of sequences for the sink metric
     eval_length: int = 64  # T of the sink metric
-    valid_chunks: int = 128
-    micro_batch: int | None = None  # sequences a forward pass; None: all at once
-    # adamw; sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
+    valid_chunks: int = 128  # the number of chunks for the validation loss
+    micro_batch: int | None = None  # sequences per forward pass; None: the whole batch at once
+    # adamw; sgd (its momentum is beta1); muon (for the blocks' matrices, and adamw for the rest)
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
@@ -73,8 +75,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run's numbers on one kind of machine, apart from the text
-    itself.
+    """Everything that determines the numbers of a run on one kind of machine.
+
+    Only the text itself is not part of it: a config names its corpus.
     """
 
     experiment: str
@@ -99,14 +102,15 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights it
-    starts from.
+    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights.
+
+    It starts from the weights of a pre-training, the record of `start`.
     """
 
-    start: str = "fixed_1"  # the experiment whose record of this preset and seed it starts from
+    start: str = "fixed_1"  # the experiment to start from: its record at this preset and seed
     start_sha256: str = ""  # `config_hash` of that run
-    instructions: str = "docstrings"
-    pairs: int = 20_000
+    instructions: str = "docstrings"  # the source of the conversations
+    pairs: int = 20_000  # the number of conversations
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,13 +126,14 @@ class FinetuneConfig(RunConfig):
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the
-    last step.
+    """The learning rate at a step (0, 1, ..).
+
+    After a linear warm-up a cosine brings it down to lr_floor times the peak, at the last step.
     """
     peak = train.learning_rate
     floor = train.lr_floor
     warm = train.warmup_steps
-    # From peak / warm up to the peak.
+    # The warm-up begins with peak / warm and ends with the peak.
     if step < warm:
         return peak * (step + 1) / warm
     last = max(1, train.steps - 1 - warm)  # counted from the end of the warm-up
@@ -138,15 +143,15 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def from_dict(cls: Any, values: Json) -> Any:
-    """A frozen config from what `dataclasses.asdict` and JSON made of it.
+    """The config of class `cls` whose fields JSON holds, the inverse of `dataclasses.asdict`.
 
     Raises TypeError for unknown fields.
     """
-    types = checks.types(cls)  # by field: its type, and then what else it takes
-    # JSON has dicts for the configs within a config, and lists for tuples.
+    types = checks.types(cls)  # for each field, its type and then any further types that it accepts
+    # JSON holds an inner config as a dict, and a tuple as a list.
     arguments = {}
     for name, value in values.items():
-        kind, *_ = types.get(name, (None,))  # an unknown field is refused by cls
+        kind, *_ = types.get(name, (None,))  # cls itself refuses an unknown field
         if dataclasses.is_dataclass(kind):
             value = from_dict(kind, value)
         elif isinstance(value, list):
@@ -156,13 +161,13 @@ def from_dict(cls: Any, values: Json) -> Any:
 
 
 def config_dict(config: RunConfig) -> Json:
-    """What config.json holds beside the corpus that the run was made on: the config and the
-    recipe's number.
+    """The contents of config.json, apart from the corpus that the run was trained on.
 
-    Texts have their public names: nothing of the machine.
+    They are the config and the number of the recipe. Corpora have their public names, which hold no
+    path of the machine.
     """
     fields = dataclasses.asdict(config) | {"recipe": RECIPE}
-    values: Json = json.loads(json.dumps(fields))  # with lists for tuples, as a file has them
+    values: Json = json.loads(json.dumps(fields))  # tuples become lists, as in the file
     data = values["data"]
     data["corpus"] = public_name(data["corpus"])
     if data["validation"]:
@@ -173,25 +178,25 @@ def config_dict(config: RunConfig) -> Json:
 
 
 def upgrade(config: Json) -> Json:
-    """A record's config by today's fields: one that came later has its default, as older runs did
-    not have it.
+    """The config of a record with the fields that a config has today.
 
-    Raises KeyError, TypeError or ValueError for what is no config of this version.
+    A field that did not exist when the record was made gets its default. Raises KeyError, TypeError
+    or ValueError for a config that this version of the package does not know.
     """
     fields = dict(config)
-    beside = {"recipe": fields.pop("recipe"), "corpus": fields.pop("corpus")}
+    not_fields = {"recipe": fields.pop("recipe"), "corpus": fields.pop("corpus")}
     fields["data"] = dict(fields["data"])
-    fields["data"].pop("bos", None)  # a field that has gone since, and was always False
+    fields["data"].pop("bos", None)  # a former field, which was always False
     kind = FinetuneConfig if "start" in fields else RunConfig
     run = from_dict(kind, fields)
-    return config_dict(run) | beside
+    return config_dict(run) | not_fields
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it.
+    """SHA-256 of a run's config and recipe. A fine-tuning names the run it starts from by it.
 
-    It goes by the fields that the first records had: `bos`, always False, and no `unscored` or
-    `random_place` where they are empty.
+    The hash must agree with those in the first records. So it includes their field `bos`, which was
+    always False, and omits the later fields `unscored` and `random_place` where they are empty.
     """
     values = config_dict(config)
     values["data"]["bos"] = False

@@ -1,17 +1,20 @@
-"""The study: every row of every pre-training table and figure, and the fine-tunings, at every
-scale.
+"""The study: all pre-training runs of the paper's tables and figures, and the fine-tunings.
 
-An experiment (data/experiments.yaml) is what it changes: dotted paths into `RunConfig` and values.
-A preset (data/presets.yaml) is a scale. `config` joins them to a run, and `plan` says which runs a
-preset has, in which order. The paper's values stand beside the names in data/paper/pretraining.csv.
+An experiment (data/experiments.yaml) is described by what it changes in a base run: dotted paths
+into `RunConfig`, with their values. A preset (data/presets.yaml) is a scale: a model, a text and a
+budget. `config` joins an experiment and a preset to a run. `plan` lists the runs of a preset and
+their order. data/paper/pretraining.csv has the paper's values beside the names of the experiments.
 
-Learning rates, steps, batch sizes, windows, d_a and data amounts scale with the preset (`_scaled`).
-All else is as printed: weight decay, prefix, positions, alpha, p, m and numbers of heads. The
-warm-up stays the preset's. A window w < T hides x_1 from most of the T queries of the metric, so
-that alpha_1 <= w / T: the window experiments measure at T <= C / 4 (the paper: 64 of 2048).
+Learning rates, steps, batch sizes, windows, d_a and amounts of data scale with the preset
+(`_scaled`). Weight decay, prefix, positions, alpha, p, m and numbers of heads are those of the
+paper. The warm-up is that of the preset. A window w < T hides x_1 from most of the T queries of the
+metric, so that alpha_1 <= w / T. So the window experiments measure at T <= C / 4 (in the paper T is
+64 and C is 2048).
 
-At a small scale rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and
-`resolve` says which.
+At a small scale two experiments may come to the same run. For example, d_a = 1 and d_a = 2 coincide
+when they are scaled to a head of 16 dimensions. Such a run is trained once, under the name of the
+first experiment. `resolve` returns this name. It compares the run with all others of the preset,
+which are therefore built once and cached (`_all`).
 """
 
 from __future__ import annotations
@@ -38,16 +41,18 @@ from sinkutils.study.config import (
     from_dict,
 )
 
-AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
+# The "section" of experiments from later papers (data/paper/after_paper.csv). The paper has seven.
+AFTER_PAPER = "8"
 SECTIONS = ("4", "5", "6", "7", "C", "D", AFTER_PAPER)
 USUAL_PRESETS = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
-FIRST_SEEDS = 3  # of every setting
-HEADLINE_SEEDS = 6  # of a setting that the paper's headline rests on
-# What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`.
-# Appendix D: all weights, batches of 64 sequences of C tokens, one epoch, and a cosine from 2e-5,
-# which stays a twentieth of pre-training's rate. The rest is as in the published recipe of the
-# platform that it names: a warm-up over a tenth of the steps, a cosine to zero, AdamW with betas
-# 0.9 and 0.999, no weight decay, gradients clipped at 1.
+FIRST_SEEDS = 3  # seeds of every experiment
+HEADLINE_SEEDS = 6  # seeds of an experiment on which the paper's headline rests
+# The changes that a fine-tuning makes to the pre-training it starts from, beside the preset's
+# `tuning`. According to Appendix D, all weights are trained for one epoch, with batches of 64
+# sequences of C tokens and a cosine from 2e-5, which is a twentieth of the pre-training rate. The
+# rest follows the published recipe of the platform that the appendix names: a warm-up over a tenth
+# of the steps, a cosine to zero, AdamW with betas 0.9 and 0.999, no weight decay, and gradients
+# clipped at 1.
 TUNING = {
     "train.learning_rate": {"times": "1/20"},
     "train.lr_floor": 0.0,
@@ -58,8 +63,9 @@ TUNING = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A scale: the same experiments on another model, text and budget. data/presets.yaml says what
-    each field means.
+    """A scale of the study: the model, the text and the budget of its experiments.
+
+    data/presets.yaml explains each field.
     """
 
     name: str
@@ -82,30 +88,33 @@ for _name, _values in read_yaml(LEDGER / "presets.yaml").items():
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of that name. Raises ValueError that lists them."""
+    """The preset of that name. Raises ValueError, which lists the presets, if there is none."""
     choice("preset", name, PRESETS)
     return PRESETS[name]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run of the study as the difference from its base."""
+    """One experiment of the study, described by its difference from a base."""
 
     name: str
-    section: str  # 4 to 7; C, D: of that appendix alone; 8: of what came after the paper
+    section: str  # 4 to 7; C or D for an appendix; 8 for later papers
     title: str
     change: Json = field(default_factory=dict, hash=False)  # dotted path into the config -> value
-    base: bool = True  # changes the preset's base experiment; False: the preset itself
-    # of how many seeds the weights are kept at small presets: for a notebook 1, for a claim 3
+    base: bool = True  # whether it changes the preset's base experiment, or else the preset itself
+    # small presets keep the weights of this many seeds: 1 if a notebook needs them, 3 for a claim
     weights: int = 0
-    seeds: int = 3  # how many a sweep trains, from 0; no verdict rests on fewer than three
+    seeds: int = 3  # a sweep trains the seeds 0, 1, .., of which a verdict needs at least three
     presets: tuple[str, ...] = USUAL_PRESETS
-    start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
-    download: bool = False  # needs the network: trained where it is named, not with the rest
+    start: str | None = None  # for a fine-tuning: the experiment whose weights it starts from
+    download: bool = False  # needs the network, and so is trained only when it is asked for by name
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """The paper's rows of this run, in its order; a cell that is lost in its text is empty."""
+        """The rows that the paper has for this run, in the paper's order.
+
+        A cell is empty where the paper's text has lost it.
+        """
         names = [self.name]
         if self.name == "default":  # the paper's base
             names.append("base")
@@ -114,7 +123,7 @@ class Experiment:
 
     @property
     def item(self) -> str:
-        """The paper's first table of this run, else its first figure or section, else nothing."""
+        """The first table of the paper with this run, else the first figure or section, else ""."""
         items = [row["item"] for row in self.rows]
         for item in items:
             if item.startswith("Table"):
@@ -123,7 +132,7 @@ class Experiment:
 
     @property
     def paper(self) -> dict[str, float]:
-        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss."""
+        """The numbers that the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss."""
         numbers = {}
         for row in self.rows:
             for name, cell in row.items():
@@ -132,7 +141,7 @@ class Experiment:
         return numbers
 
 
-EXPERIMENTS: dict[str, Experiment] = {}  # by name, in the table's order
+EXPERIMENTS: dict[str, Experiment] = {}  # by name, in the order of the file
 for _group in read_yaml(LEDGER / "experiments.yaml"):
     _presets = tuple(_group.get("presets", USUAL_PRESETS))
     for _name, _fields in _group["experiments"].items():
@@ -140,7 +149,7 @@ for _group in read_yaml(LEDGER / "experiments.yaml"):
 
 
 def experiments(section: str | None = None) -> list[Experiment]:
-    """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
+    """All experiments, or those of one section: 4, 5, 6, 7, C, D, or 8 for later papers."""
     rows = [*EXPERIMENTS.values()]
     if section is None:
         return rows
@@ -149,7 +158,7 @@ def experiments(section: str | None = None) -> list[Experiment]:
 
 
 def experiment(name: str) -> Experiment:
-    """The experiment of that name. Raises ValueError with the names that are close."""
+    """The experiment of that name. Raises ValueError, which suggests similar names."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
     close = ", ".join(difflib.get_close_matches(name, EXPERIMENTS, n=5, cutoff=0.5))
@@ -161,13 +170,13 @@ def experiment(name: str) -> Experiment:
 
 
 def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
-    """The run of an experiment ("base": the preset's base) at a preset.
+    """The run of an experiment at a preset. "base" is the preset's base experiment.
 
-    Where two experiments coincide at this preset, both give the run of the first, under its name
-    (`resolve`). Raises ValueError for unknown names, and with the reason where the preset cannot
-    hold the experiment.
+    If several experiments coincide at this preset, the run has the name of the first (`resolve`).
+    Raises ValueError for unknown names, and for an experiment that is not possible at the preset;
+    the message has the reason.
     """
-    first = _named(resolve(name, preset), preset)
+    first = _named(resolve(name, preset), preset)  # the first of equal runs, at seed 0
     run = dataclasses.replace(first, seed=seed)
     if isinstance(run, FinetuneConfig):
         start = config(run.start, preset, seed)
@@ -176,8 +185,9 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 
 
 def keeps_weights(run: RunConfig) -> bool:
-    """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at
-    small presets.
+    """Whether the record of a run keeps its weights.
+
+    It does if a fine-tuning starts from them, and for some first seeds at small presets.
     """
     kept_seeds = experiment(run.experiment).weights
     if find_preset(run.preset).keeps_weights and run.seed < kept_seeds:
@@ -191,30 +201,32 @@ def keeps_weights(run: RunConfig) -> bool:
 def plan(
     preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None
 ) -> list[RunConfig]:
-    """The runs of a preset, most informative first; of an experiment in `only`, or of all that need
-    no download.
+    """The runs of a preset, the most informative first.
 
-    At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the
-    headline, the others, then further seeds; what came after the paper, likewise, last. What the
-    preset leaves out is trained where it is named.
+    seeds: the seeds of every experiment. None means that each has its own number of seeds.
+    only: the names of the experiments. None means all that need no download and that the preset
+    does not leave out; these others are trained only when `only` names them.
+
+    The first three seeds come first: the base, then the headline experiments, then the others.
+    Further seeds follow in the same order. Experiments from later papers come last.
     """
     seeds = None if seeds is None else [*seeds]
     if only is None:
         names = [name for name in _all(preset) if not experiment(name).download]
     else:
         names = [*only]
-    # The names, without what is trained only where it is named.
+    # Experiments that the preset leaves out are trained only when `only` names them.
     left_out = find_preset(preset).leaves_out if only is None else ()
     base = resolve("base", preset)
     runs = []
-    for name in dict.fromkeys(resolve(name, preset) for name in names):  # one of equal runs
+    for name in dict.fromkeys(resolve(name, preset) for name in names):  # equal runs count once
         if name in left_out:
             continue
         own_seeds = range(experiment(name).seeds)
         for seed in dict.fromkeys(own_seeds if seeds is None else seeds):
             runs.append(config(name, preset, seed))
 
-    # False sorts before True, and the sort keeps the table's order among equals.
+    # False sorts before True. Among equals, sorted() keeps the order of data/experiments.yaml.
     def turn(run: RunConfig) -> tuple[bool, ...]:
         row = experiment(run.experiment)
         after_paper = row.section == AFTER_PAPER
@@ -226,8 +238,10 @@ def plan(
 
 
 def resolve(name: str, preset: str = "laptop") -> str:
-    """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the
-    first.
+    """The name under which an experiment runs at a preset.
+
+    For "base" it is the preset's base experiment. If several experiments come to the same run, it
+    is the first of them in data/experiments.yaml.
     """
     run = dataclasses.replace(_named(name, preset), experiment="any")
     return _names(preset)[run]
@@ -235,7 +249,7 @@ def resolve(name: str, preset: str = "laptop") -> str:
 
 @lru_cache
 def _names(preset: str) -> dict[RunConfig, str]:
-    """The first experiment, in the table's order, that is a run, by the run without its name."""
+    """For each run of a preset, with "any" as its name, the first experiment that comes to it."""
     names: dict[RunConfig, str] = {}
     for name, run in _all(preset).items():
         names.setdefault(dataclasses.replace(run, experiment="any"), name)
@@ -243,13 +257,13 @@ def _names(preset: str) -> dict[RunConfig, str]:
 
 
 def unavailable(preset: str) -> set[str]:
-    """The experiments that a preset cannot hold; `config` says why."""
+    """The experiments that are not possible at a preset. `config` raises with the reason."""
     return EXPERIMENTS.keys() - _all(preset).keys()
 
 
 @lru_cache
 def _all(preset_name: str) -> dict[str, RunConfig]:
-    """What a preset can hold, by name and in the table's order."""
+    """The runs of all experiments at a preset, by name, in the order of data/experiments.yaml."""
     find_preset(preset_name)
     runs = {}
     for name, row in EXPERIMENTS.items():
@@ -260,7 +274,7 @@ def _all(preset_name: str) -> dict[str, RunConfig]:
 
 @lru_cache
 def _named(name: str, preset_name: str) -> RunConfig:
-    """The run of an experiment at seed 0, under its own name."""
+    """The run of an experiment at seed 0, under its own name (unlike `config`)."""
     scale = find_preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
@@ -277,7 +291,7 @@ def _named(name: str, preset_name: str) -> RunConfig:
 
 
 def _pretraining(row: Experiment, scale: Preset) -> RunConfig:
-    """The preset, then what its base changes, then what the experiment does."""
+    """The run of a pre-training: the preset, changed by its base and then by the experiment."""
     run = RunConfig(row.name, scale.name, 0, scale.model, scale.data, scale.train)
     if row.base:
         run = _override(run, experiment(scale.base).change, scale)
@@ -285,25 +299,28 @@ def _pretraining(row: Experiment, scale: Preset) -> RunConfig:
 
 
 def _tuning(row: Experiment, scale: Preset) -> RunConfig:
-    """The pre-training that it starts from, then what every fine-tuning changes, then its own."""
-    # A preset of the 1B model has its rows under names of their own.
+    """The run of a fine-tuning: the pre-training from which it starts, with two kinds of changes.
+
+    First come the changes that all fine-tunings share, then those of the experiment.
+    """
+    # At a preset of the 1B model the experiments have names that end with "_1b".
     known = scale.base if row.start == "base" else str(row.start)
     if scale.name not in experiment(known).presets:
         known += "_1b"
     start = _named(known, scale.name)
-    # Everything is as in the pre-training, until it is changed below.
+    # Everything is as in the pre-training, except for the changes below.
     run: RunConfig = FinetuneConfig(
         row.name, scale.name, 0, start.model, start.data, start.train, start.experiment
     )
     run = _override(run, scale.tuning | TUNING, scale)
-    # One epoch, of which a tenth is warm-up.
+    # The training lasts one epoch, of which a tenth is warm-up.
     steps = run.pairs // run.train.batch_size  # type: ignore[attr-defined]
     run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
     return _override(run, row.change, scale)
 
 
 def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
-    """The run with the fields at dotted paths replaced. Only the whole is checked."""
+    """The run with the fields at dotted paths replaced. It is checked once, after all changes."""
     values = dataclasses.asdict(run)
     for path, value in change.items():
         *parts, name = path.split(".")
@@ -316,23 +333,26 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
 
 
 def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
-    """The value of a change at a preset: {"times": 2} is twice the base's.
+    """The value that a change has at a preset.
 
-    {"times": 1/4, "of": "context"} is a quarter of that, and at most the base's value where it has
-    one. Whole numbers stay whole, and what is not in braces stays as it is. old, base: the base's
-    value, and its model.
+    {"times": 2} is twice the base's value, `old`. With "of", another number is multiplied instead:
+    {"times": 1/4, "of": "context"} is a quarter of the context length, but at most the base's value
+    if there is one. A count stays a whole number. A value that is no dict is used as it is.
+    base: the model of the base.
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
     of = value.get("of")
     context = base.context_length
     share = float(Fraction(value["times"]))
-    reference: Any  # an int or a float, as the field
+    reference: Any  # an int or a float, like the field itself
     if of == "context":
         reference = context
     elif of == "head_dim":
         reference = base.head_dim
-    elif of == "step_tokens":  # by a context: the batch size that has as many tokens as the base's
+    # The tokens of a step. Divided by a context length, they give the batch size with which a step
+    # has as many tokens as in the base.
+    elif of == "step_tokens":
         reference = old * context
     elif of == "four_epochs":
         reference = scale.four_epochs
@@ -340,7 +360,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         reference = -math.log(context)
     else:
         reference = old
-    # What counts something is a whole number of at least 1.
+    # A count is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):
         result = max(1, int(result + 0.5))

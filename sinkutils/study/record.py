@@ -1,22 +1,22 @@
-"""What a run leaves behind: one small folder, written whole or not at all, and checked when it is
-read.
+"""Records: the small folder of results that each finished run leaves.
 
-data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's,
-<preset>@<corpus>-<hash>/..
-    config.json        everything that determines the run, the recipe's number, and the corpus by
-                       name and hash
-    metrics.json       the curve and the final values, alpha of every head among them, or status
-                       "failed" and the reason
-    alpha.safetensors  alpha along the curve: (evaluations, targets and * if any, L, H), mean over
-                       texts, float16
-    provenance.json    device, precision, versions, time: never part of a comparison
-    SHA256SUMS         a digest of every file above and of itself
+A record is written as a whole or not at all, and it is checked when it is read. Its folder is
+data/runs/<preset>/<experiment>/<seed>, or <preset>@<corpus>-<hash>/.. if the run was trained on
+another text than the preset's. The folder holds these files:
+
+    config.json        everything that determines the run, the number of the recipe, and the name
+                       and hash of the corpus
+    metrics.json       the curve and the final values, including alpha of every head; for a run that
+                       failed, status "failed" and the reason
+    alpha.safetensors  alpha along the curve, as float16 means over texts, of shape (evaluations,
+                       targets, L, H); * is the last target if the model has one
+    provenance.json    device, precision, versions and time, which no comparison uses
+    SHA256SUMS         a digest of every file above, and of itself
     model.safetensors, tokenizer.json
-                       only for the few runs that notebooks open, and what fine-tunings start from;
-                       the weights may be deleted to save space, which makes it a record without
-                       weights
+                       only for the few runs that notebooks open or fine-tunings start from. The
+                       weights may be deleted to save space: the record is then one without weights.
 
-The digests are of text with line ends as here, LF: a copy with those of Windows is the same record.
+The digests are computed with LF as line ends, so that a copy with those of Windows is valid too.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ from sinkutils.paths import not_saved, sync_folder, write_synced
 from sinkutils.study.config import Json, RunConfig, config_dict, from_dict, upgrade
 from sinkutils.study.schema import Metrics
 
-RULES = 4  # raised by hand when the rules change by which the ledger judges
+RULES = 4  # is raised by hand when the rules by which the ledger judges change
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 SUMS = "SHA256SUMS"
 ATTENTION = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 JSONS = ("config.json", "metrics.json", "provenance.json")
-FILES = frozenset((*JSONS, ATTENTION, WEIGHTS, TOKENIZER, SUMS))  # all that a record may hold
+FILES = frozenset((*JSONS, ATTENTION, WEIGHTS, TOKENIZER, SUMS))  # all files that a record may have
 Tensors = dict[str, Tensor]
-Folder = Path | str | None  # of records; None: data/runs
+Folder = Path | str | None  # a folder of records; None means data/runs
 ADVICE = "bring the folder back from where it came, or train the run again"
 
 
 class CorruptRecord(RuntimeError):
-    """A file of a record or a checkpoint is missing, truncated, changed or not of a run; the
-    message names it.
+    """A file of a record or checkpoint is missing, truncated, changed or not that of a run.
+
+    The message names the file.
     """
 
 
@@ -74,10 +75,11 @@ class RunLocked(RuntimeError):
 
 @dataclass(frozen=True)
 class Record:
-    """One finished run, as read from its folder. Each file is checked when it is read.
+    """The record of one finished run. Each file is checked when it is read.
 
-    config: by today's fields (`upgrade`). digests: SHA-256 of each file by its name. problem: why
-    it is no result of the study, as a status, "stale" or "corrupt", and a reason.
+    config: the run's config, with the fields that configs have today (`study.config.upgrade`).
+    digests: the SHA-256 of each file, by its name.
+    problem: None for a result of the study; otherwise a status, "stale" or "corrupt", and a reason.
     """
 
     folder: Path
@@ -95,31 +97,32 @@ class Record:
 
     @property
     def status(self) -> str:
-        """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or
-        "corrupt".
+        """The status: "done", or "failed" if the training failed.
+
+        A record from `su.record` may also be "stale", and one from `Runs.entries` also "corrupt".
         """
         return self.problem[0] if self.problem else self.metrics["status"]
 
     @property
     def reason(self) -> str | None:
-        """Why it is not done."""
+        """Why the status is not "done", or None."""
         return self.problem[1] if self.problem else self.metrics["reason"]
 
     @cached_property
     def metrics(self) -> Metrics:
-        """What metrics.json says."""
+        """The contents of metrics.json."""
         metrics: Metrics = _read_json(self.folder, "metrics.json", self.digests)
         return metrics
 
     @cached_property
     def provenance(self) -> Json:
-        """What provenance.json says."""
+        """The contents of provenance.json."""
         provenance: Json = _read_json(self.folder, "provenance.json", self.digests)
         return provenance
 
     @property
     def arrays(self) -> Tensors:
-        """What alpha.safetensors holds, "curve" above all; empty where there is none."""
+        """The arrays in alpha.safetensors, mainly "curve". Empty if there is no such file."""
         if ATTENTION not in self.digests:
             return {}
         with _explained(self.folder, ATTENTION):
@@ -127,20 +130,20 @@ class Record:
 
     @property
     def weights(self) -> Path | None:
-        """The weights' file where they were kept."""
+        """The file of the weights, or None if they were not kept."""
         path = self.folder / WEIGHTS
         return path if path.exists() else None
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer that was kept with the weights; `CorruptRecord` where there is none."""
+        """The tokenizer that was kept with the weights. Raises `CorruptRecord` if there is none."""
         _intact(self.folder, TOKENIZER, self.digests)
         return open_tokenizer(self.folder / TOKENIZER)
 
     def load_weights(self) -> Tensors:
-        """The trained weights by name.
+        """The trained weights, by name.
 
-        Raises `CorruptRecord` where their file is missing or has changed.
+        Raises `CorruptRecord` if their file is missing or has changed.
         """
         with _explained(self.folder, WEIGHTS):
             return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
@@ -148,7 +151,7 @@ class Record:
     def load_model(self) -> TransformerLM:
         """The trained model, on the CPU in float32.
 
-        Raises `CorruptRecord` where its weights were not kept.
+        Raises `CorruptRecord` if its weights were not kept.
         """
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
@@ -157,9 +160,9 @@ class Record:
         return model.eval()
 
     def check(self) -> None:
-        """Hold that all but the weights is as it was written.
+        """Check that all files but the weights are as they were written.
 
-        Raises `CorruptRecord` for the first file that is not.
+        Raises `CorruptRecord` for the first file that has changed.
         """
         for name in self.digests:
             if name != WEIGHTS:
@@ -167,12 +170,12 @@ class Record:
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
-    """Where the record of one run of the study lives."""
+    """The folder for the record of one run of the study."""
     return Path(runs or paths.RUNS) / preset / experiment / str(seed)
 
 
 def short_name(target: Path) -> str:
-    """How messages call a record: preset/experiment/seed."""
+    """The name of a record in messages: preset/experiment/seed."""
     return "/".join(target.parts[-3:])
 
 
@@ -186,13 +189,16 @@ def write_record(
     corpus: Identity | None = None,
     arrays: Tensors | None = None,
 ) -> Record:
-    """Write a record whole or not at all; one that was there stays until the new one is on disk.
+    """Write a record as a whole or not at all.
 
-    metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text;
-    None: the config's own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError
-    with advice when the disk is full.
+    An old record stays in place until the new one is complete on disk.
+
+    metrics: its numbers are rounded to five significant digits.
+    corpus: `Corpus.identity` of the text. None means the corpus of the config, with unknown hash.
+    arrays: the contents of alpha.safetensors.
+    Raises OSError with advice if the disk is full.
     """
-    # Every file in memory, before the first is written.
+    # The contents of all files are made in memory before the first file is written.
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     parts = (values, rounded(metrics), provenance | versions())
@@ -206,7 +212,7 @@ def write_record(
         files[WEIGHTS] = dump_tensors(weights)
     if tokenizer is not None:
         files[TOKENIZER] = tokenizer.to_str().encode()
-    # As `sha256sum` prints them, with a last line that is the digest of those above.
+    # The lines are those of `sha256sum`. The last one is the digest of the lines above it.
     sums = ""
     for name, data in files.items():
         sums += f"{_sha256(data)}  {name}\n"
@@ -218,6 +224,8 @@ def write_record(
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
+        # The old record moves aside, then the new one takes its place. If the process dies between
+        # the two renames, `finish_replacement` puts the old one back.
         if target.exists():
             os.replace(target, old)
         os.replace(new, target)
@@ -231,28 +239,32 @@ def write_record(
 
 
 def _beside(target: Path) -> tuple[Path, Path]:
-    """The hidden folders of a record's successor and of its predecessor, for a moment each."""
+    """Two hidden folders beside a record: the new one while it is written, and the old one.
+
+    Both exist only while a record is replaced.
+    """
     new = target.with_name(f".{target.name}.tmp")
     old = target.with_name(f".{target.name}.old")
     return new, old
 
 
 def finish_replacement(target: Path) -> None:
-    """Clear up after a process that died while it wrote a record: the old one or the new one stays.
+    """Clean up after a process that died while it wrote a record. The caller holds the run's lock.
 
-    For who holds the run's lock. Of a record that was not in place yet, the checkpoint is there.
+    Either the old record or the new one is in place afterwards. A new record that was not yet in
+    place is lost, but the run's checkpoint is still there.
     """
     new, old = _beside(target)
-    if old.exists() and not target.exists():  # it died between two renames
+    if old.exists() and not target.exists():  # the process died between the two renames
         os.replace(old, target)
     remove(new, FILES)
     remove(old, FILES)
 
 
 def remove(folder: Path, files: Collection[str]) -> None:
-    """Delete a folder, if it is there, that holds nothing but some of these files.
+    """Delete a folder, if it exists, that has no other files than these.
 
-    Raises OSError for one that holds others.
+    Raises OSError if it has others.
     """
     if folder.exists():
         for name in files:
@@ -261,7 +273,7 @@ def remove(folder: Path, files: Collection[str]) -> None:
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
-    """What JSON makes of a value, with every float to so many significant digits."""
+    """A value as JSON would read it back, with floats rounded to so many significant digits."""
 
     def to_digits(written: str) -> float:
         return float(f"{float(written):.{digits}g}")
@@ -270,20 +282,21 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 
 def versions() -> Json:
-    """What ran, and the rules of the ledger that were known then."""
+    """The versions of the software, and the number of the ledger's rules at that time."""
     known = {"rules": RULES, "python": platform.python_version(), "processor": platform.machine()}
     for module in (torch, numpy, tokenizers):
         known[module.__name__] = module.__version__
     if paths.CHECKOUT is not None:
         command = ["git", "-C", str(paths.CHECKOUT), "rev-parse", "--short=10", "HEAD"]
-        with contextlib.suppress(OSError):  # no git here; in an archive of the code it says nothing
+        # Without git there is an OSError. In an archive of the code, git prints nothing.
+        with contextlib.suppress(OSError):
             git = subprocess.run(command, capture_output=True, text=True)
             known["commit"] = git.stdout.strip()
     return known
 
 
 def read_record(target: Path) -> Record:
-    """Read a record and check all of it but the weights.
+    """Open a record and check all its files but the weights.
 
     Raises `CorruptRecord`, which names the file.
     """
@@ -293,7 +306,7 @@ def read_record(target: Path) -> Record:
 
 
 def open_record(target: Path) -> Record:
-    """A record of which only the config is read, and the other files when they are asked for."""
+    """Open a record. Only its config is read now; the other files are read on first access."""
     digests = _digests(target)
     config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
@@ -302,7 +315,7 @@ def open_record(target: Path) -> Record:
 
 
 def _digests(target: Path) -> dict[str, str]:
-    """What SHA256SUMS says: the digest of each file by its name."""
+    """The digest of each file by its name, as in SHA256SUMS."""
     try:
         text = _text((target / SUMS).read_bytes()).decode()
         *lines, own = text.splitlines(keepends=True)
@@ -328,7 +341,7 @@ def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
 
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
-    """What a file of a record holds, if it is as it was written."""
+    """The contents of a file of a record. Raises `CorruptRecord` if the file has changed."""
     data = b""
     with contextlib.suppress(OSError):
         data = (target / name).read_bytes()
@@ -344,12 +357,12 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def _explained(target: Path, name: str) -> Iterator[None]:
-    """Make `CorruptRecord` of what Python raises about a file that is whole, yet no run's."""
+    """Turn any error about the contents of an intact file into a `CorruptRecord`."""
     try:
         yield
     except CorruptRecord:
         raise
-    except Exception as error:  # of whatever kind: nothing is known of such values
+    except Exception as error:  # any kind, since the contents may be anything
         reason = str(error) if isinstance(error, ValueError) else first_line(error)
         raise CorruptRecord(
             f"record {short_name(target)}: {name} is whole, and of no run that this version of the "
@@ -358,10 +371,9 @@ def _explained(target: Path, name: str) -> Iterator[None]:
 
 
 def _text(data: bytes) -> bytes:
-    """A text file with line ends as they were written, whatever a checkout or a zip tool made of
-    them.
+    """The contents of a text file with LF as line ends, which a checkout may have changed to CRLF.
 
-    Nothing is lost by it: inside the strings of JSON a line end is written as two letters.
+    This changes no value, because JSON writes a line end inside a string as the two letters \\n.
     """
     return data.replace(b"\r\n", b"\n")
 

@@ -1,4 +1,8 @@
-"""Which run is this, is there a record of it, is it whole and up to date? Answered here alone."""
+"""The folders of runs and their records.
+
+This is the only module that decides which record belongs to a run, and whether a record is complete
+and up to date.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +37,18 @@ from sinkutils.study.record import (
     short_name,
 )
 
-LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
-# All that the folder of an unfinished run may hold.
+# How long to try for a lock. One try is not enough: the last owner may just be removing the file.
+LOCK_SECONDS = 0.2
+# All files that the folder of an unfinished run may have.
 UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on one text: where its record is or will be, its lock and its checkpoint.
+    """The folder of one run on one text, with its record, its lock and its checkpoint.
 
-    corpus: a `Corpus.identity`; None: any text of the config's name.
+    corpus: the `Corpus.identity` of the text. None means any text with the name in the config.
+    folder: where the record is, or will be.
     """
 
     config: RunConfig
@@ -55,7 +61,10 @@ class RunFolder:
 
     @property
     def partial(self) -> Path:
-        """Where the unfinished run keeps its checkpoint and its lock, beside its record to be."""
+        """The folder of the lock and, while the run is unfinished, of its checkpoint.
+
+        It lies beside the folder of the record.
+        """
         return self.folder.with_name(self.folder.name + ".partial")
 
     @property
@@ -63,9 +72,9 @@ class RunFolder:
         return self.partial / "checkpoint.pt"
 
     def record(self, weights: bool = False) -> Record | None:
-        """The record of this very config and text.
+        """The record of exactly this config and text.
 
-        None where it is missing, damaged, stale, or lacks weights that are wanted.
+        Returns None if it is missing, damaged or stale, or if `weights` is set and it has none.
         """
         record = _read(self.folder)
         if record is None or not is_of(record, self.config, self.corpus):
@@ -73,7 +82,10 @@ class RunFolder:
         return record if record.weights or not weights else None
 
     def check_free(self) -> None:
-        """Hold that a record may be written here: nothing is here but files of a record."""
+        """Check that a record may be written here.
+
+        Raises FileExistsError if the folder exists and is not simply one with a record's files.
+        """
         if not os.path.lexists(self.folder):
             return
         plain = self.folder.is_dir() and not self.folder.is_symlink()
@@ -84,7 +96,7 @@ class RunFolder:
             )
 
     def locked(self) -> bool:
-        """Whether a process trains this run now."""
+        """Whether another process is training this run now."""
         lock = self.partial / "lock"
         if not lock.exists():
             return False
@@ -96,12 +108,13 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process.
+        """A context manager that locks the run for this process.
 
-        Raises `RunLocked` if another one has it, OSError where there are no locks.
+        If a process dies, the kernel releases its lock. If it died while it wrote a record, that is
+        cleaned up here first. The checkpoint is deleted at the end, unless there was an error.
 
-        The kernel drops the lock with the process that held it. What such a process had still to do
-        is done first. A checkpoint goes when this is left without an error.
+        Raises `RunLocked` if another process has the lock, and OSError if the file system has no
+        locks.
         """
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
@@ -109,7 +122,7 @@ class RunFolder:
             try:
                 lock.acquire()
             except (Timeout, FileNotFoundError) as error:
-                # Not there: its last owner is removing the folder.
+                # FileNotFoundError means that the last owner is just removing the folder.
                 raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
             raise OSError(
@@ -130,7 +143,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Runs:
-    """The records below a folder, <preset>/<experiment>/<seed>; None: data/runs."""
+    """All records below a folder, as <preset>/<experiment>/<seed>. None means data/runs."""
 
     root: Folder = None
 
@@ -139,12 +152,13 @@ class Runs:
         return Path(self.root or paths.RUNS)
 
     def of(self, run: RunConfig, corpus: Identity | None = None) -> RunFolder:
-        """Where a run on a text lives; `corpus` is a `Corpus.identity`, None any text of the
-        config's name.
+        """The folder of a run on a text.
 
-        On another text it stands apart, and so it does on a text of the preset's name but another
-        hash (which another version of Python makes) where the study has a record on its own: that
-        is never replaced.
+        corpus: the `Corpus.identity` of the text. None means any text with the name in the config.
+
+        A run on another text than the config's has a folder of its own, so that it never replaces a
+        record of the study. The same holds if the text has the right name but another hash, as with
+        another version of Python, and the study has a record already.
         """
         target = record_folder(run.preset, run.experiment, run.seed, self.folder)
         study = RunFolder(run, corpus, target)
@@ -156,7 +170,8 @@ class Runs:
                 return study
             if record.config["corpus"] == corpus:
                 return study
-        # Characters that no file system minds, and enough of the hash to tell two texts apart.
+        # Only characters that every file system accepts, and enough of the hash to tell two texts
+        # apart.
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])[:80]
         digest = corpus["sha256"][:8]
         apart = f"{run.preset}@{slug}-{digest}"
@@ -164,13 +179,14 @@ class Runs:
         return RunFolder(run, corpus, target)
 
     def named(self, name: str | Path) -> Path | None:
-        """The folder of a record by itself or by its name, preset/experiment/seed; None for what is
-        no record.
+        """The folder of a record, or None if there is no record.
+
+        name: the folder itself, or preset/experiment/seed.
         """
         folder = Path(name)
         if not folder.is_dir():
             folder = self.folder / name
-        # One of them may be lost: reading the record says so.
+        # A damaged record may have lost one of these files. Reading it gives a clear message then.
         names = (SUMS, "provenance.json")
         return folder if any((folder / name).exists() for name in names) else None
 
@@ -181,7 +197,7 @@ class Runs:
         corpus: Identity | None = None,
         only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
-        """The runs of `grid.plan` without a record on that corpus, in its order."""
+        """The runs of `grid.plan` that have no record on that corpus, in the same order."""
         missing = []
         for run in plan(preset, seeds, only):
             if self.of(run, corpus).record() is None:
@@ -189,12 +205,13 @@ class Runs:
         return missing
 
     def entries(self, preset: str) -> Iterator[Record]:
-        """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
-        warning is given.
+        """Every record of a preset, sorted by experiment and seed.
 
-        They are shared among callers: nothing is to be written into one.
-        Their status is done, failed (training did), stale, or corrupt. preset: also one on another
-        text, as its folder is named: "laptop@path-mine-0123abcd".
+        preset: the name of a preset, or that of the folder for another text, such as
+        "laptop@path-mine-0123abcd".
+
+        The status of a record is done, failed (the training failed), stale or corrupt. A corrupt
+        record is empty, and causes a warning. Callers share the records and must not change them.
         """
         find_preset(preset.partition("@")[0])
         check_name("preset", preset)
@@ -204,7 +221,7 @@ class Runs:
             )
         folders = (self.folder / preset).glob("*/*")
         for folder in sorted(folders, key=_by_seed):
-            if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # no seed, so no record
+            if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # the name is no seed
                 continue
             record = _shared(folder, _stamp(folder))
             if record.status == "corrupt":
@@ -213,15 +230,16 @@ class Runs:
 
 
 def _by_seed(folder: Path) -> tuple[str, int, str]:
-    # As numbers: 10 comes after 9.
+    # Seeds are sorted as numbers, since 10 comes after 9.
     return folder.parent.name, len(folder.name), folder.name
 
 
 def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = None) -> Record:
-    """One record: of an experiment ("base": the preset's base), or of a name of one's own.
+    """One record, by its experiment ("base" for the preset's base) or by a name of your own.
 
-    Its `status` says whether it is current, as in `runs`. folder: of the records; None: data/runs.
-    Raises FileNotFoundError where there is none, `CorruptRecord` where it is damaged.
+    Its `status` says whether it is up to date, as in `runs`. folder: the folder of the records, by
+    default data/runs. Raises FileNotFoundError if there is no such record, and `CorruptRecord` if
+    it is damaged.
     """
     base = preset.partition("@")[0]
     if base in PRESETS and (name == "base" or name in EXPERIMENTS):
@@ -242,32 +260,35 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
 
 
 def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
-    """What changes when a file of a record does; empty where it cannot be looked at."""
+    """The name, time and size of each file of a record, to notice when one changes.
+
+    It is empty if the folder cannot be read.
+    """
     files = set()
     try:
         for file in os.scandir(folder):
             stat = file.stat()
             files.add((file.name, stat.st_mtime_ns, stat.st_size))
-    except OSError:  # which reading it will say
+    except OSError:  # reading the record will raise it again
         return frozenset()
     return frozenset(files)
 
 
-@lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
+@lru_cache(maxsize=4096)  # a notebook reads the records of a preset many times
 def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
-    """A record for readers who write nothing into it."""
+    """A record with its status, from the cache. Callers must not change it."""
     return _with_status(folder)
 
 
 def _with_status(folder: Path) -> Record:
-    """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
-    # The preset's folder, "laptop", or on another text "laptop@path-mine-0123abcd".
+    """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
+    # The folder is that of a preset, or for another text such as "laptop@path-mine-0123abcd".
     base, apart, _ = folder.parts[-3].partition("@")
     try:
         record = open_record(folder)
         try:
             run = config(record.experiment, base, record.seed)
-        except ValueError as error:  # no such experiment at this preset
+        except ValueError as error:  # the preset has no such experiment
             return replace(record, problem=("stale", str(error)))
         if not is_of(record, run, record.config["corpus"] if apart else None):
             reason = "the experiment or the recipe has changed since: train it again"
@@ -281,8 +302,11 @@ def _with_status(folder: Path) -> Record:
 
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
-    """Whether a record is of this very config and corpus; None: of any of the config's name."""
-    # A record's config is the run's, and the text beside it.
+    """Whether a record has exactly this config and corpus.
+
+    corpus: None means any text with the name in the config.
+    """
+    # A record's config is that of its run, with the corpus as one more entry.
     values = dict(record.config)
     text = values.pop("corpus")
     if corpus is None:
@@ -291,7 +315,7 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
 
 
 def _read(folder: Path) -> Record | None:
-    """The record in a folder; of a damaged one a warning says that it counts as missing."""
+    """The record in a folder, or None. A damaged one counts as missing, and causes a warning."""
     try:
         return read_record(folder) if folder.exists() else None
     except CorruptRecord as error:

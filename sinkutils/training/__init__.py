@@ -1,1 +1,1 @@
-"""From a config to a record."""
+"""The training: it takes a config and writes a record."""

@@ -1,7 +1,7 @@
-"""What metrics.json says of a run, and what is measured for it once, at the end.
+"""The contents of a run's metrics.json, with two measurements that are made once, at the end.
 
-Where the attention goes that a first token does not take, by kind of key; and where the gradient of
-the loss gathers, by position (Chen and Yao 2026).
+`destinations` measures to which kinds of keys the attention goes. `gradient_norms` measures at
+which positions the gradient of the loss gathers (Chen and Yao 2026).
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from sinkutils.study.config import Json
 from sinkutils.study.record import rounded
 from sinkutils.training.run import EPSILONS, NORM_DIGITS, Run
 
-NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # of a report
-FIRST_QUERY = 3  # from here the first key, the one before and the query's own are three
+NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # parts of a report
+FIRST_QUERY = 3  # for earlier queries, the first, the previous and the own token are not distinct
 
 
 def summary(run: Run, report: Report | None, reason: str | None) -> Json:
-    """What metrics.json holds: status, curve, and at the end norms, destinations, gradients too.
+    """The contents of metrics.json.
 
-    report: of the last evaluation. reason: why the run failed, or None.
+    report: the report of the last evaluation, or None. With it, destinations and gradients are
+    measured.
+    reason: why the run failed, or None.
     """
     final: Json = dict(run.curve[-1]) if run.curve else {}
     if report is not None:
@@ -46,7 +48,7 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
 
 
 def of_report(report: Report) -> Json:
-    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms by position."""
+    """The part of a report that a record keeps: Sink at `EPSILONS`, alpha, norms by position."""
     numbers = report.to_dict(EPSILONS)
     for name in NOT_KEPT:
         numbers.pop(name, None)
@@ -56,7 +58,7 @@ def of_report(report: Report) -> Json:
 
 
 def line_breaks(tokenizer: Tokenizer) -> Tensor:
-    """The ids of tokens that are white space with a line break in it, (n,)."""
+    """The ids of the tokens that are white space and contain a line break: (n,)."""
     breaks = []
     for token in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([token], skip_special_tokens=False)
@@ -66,20 +68,24 @@ def line_breaks(tokenizer: Tokenizer) -> Tensor:
 
 
 def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list[list[float]]]:
-    """The share of attention by kind of key, as (L, H) lists.
+    """The share of the attention that goes to each kind of key, as (L, H) lists.
 
-    They are means over the texts and the queries 3..T of `ids` (n, T). The kinds, each key counting
-    for the first that fits: star (k* or x*; without them what rows lack to one), first (x_1), self,
-    previous (the token before), line_break (its id is in `breaks`), rest. Where weights do not sum
-    to one, the shares are of the proxy scores of Section 7.4. Sequences of fewer than 3 tokens have
-    no such query: an empty dict.
+    The shares are means over the texts and over the queries 3..T of `ids` (n, T). A key counts for
+    the first kind that fits it:
+
+    star: k* or x*. In a model without them, the star is what a row lacks to a sum of one.
+    first: x_1. self: the query's own token. previous: the token before the query.
+    line_break: a token whose id is in `breaks`. rest: all other keys.
+
+    If the weights do not sum to one, the proxy scores of Section 7.4 take their place. The result
+    is empty if the sequences have fewer than 3 tokens.
     """
     length = ids.shape[1]
     if length < FIRST_QUERY:
         return {}
-    # Which keys are of a kind, by text and query: shapes that broadcast to (n, queries, T).
+    # For each kind, the mask of its keys. The masks broadcast to (n, queries, T).
     at = torch.arange(length)
-    back = at[FIRST_QUERY - 1 :, None] - at  # (queries, T): how far before its query a key stands
+    back = at[FIRST_QUERY - 1 :, None] - at  # (queries, T): the distance from query to key
     fits = {
         "first": at == 0,
         "self": back == 0,
@@ -92,8 +98,8 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     every_head = [*np.ndindex(layers, heads)]
     report = measure(model, ids, heads=every_head, norms=False)
     maps = torch.stack([head.map for head in report.kept.values()])  # (L * H, n, T, T)
-    left = maps[:, :, FIRST_QUERY - 1 :]  # what no kind has taken yet
-    # Each kind takes its keys from what those before it have left.
+    left = maps[:, :, FIRST_QUERY - 1 :]  # the attention that is not yet assigned to a kind
+    # Each kind takes the attention to its keys, if no earlier kind has taken it.
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting
@@ -108,16 +114,17 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
 
 
 def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
-    """The norm of the gradient of the mean next-token loss, by layer and position, (L, T - 1).
+    """The norm of the loss gradient, by layer and position: (L, T - 1).
 
-    ids: (n, T), on the model's device. The gradient is of what a layer's attention reads (after the
-    norm before it), summed over the n texts before its norm is taken, as an optimiser step sums it:
-    what the texts share, such as their first token, adds up. No parameter's gradient changes. An
-    empty list where one is not finite, or where a text is one token and nothing is predicted.
+    The loss is the mean next-token loss of ids (n, T), which are on the model's device. The
+    gradient is taken with respect to the input of each attention layer (after the norm before it).
+    It is summed over the n texts before its norm is taken, as an optimiser step sums it. So the
+    gradients of what all texts share, such as a first token, add up. The parameters' gradients do
+    not change. The result is empty if a norm is not finite or if T = 1, where nothing is predicted.
     """
     if ids.shape[1] < 2:
         return []
-    inputs: list[Tensor] = []  # of each attention, (n, T - 1, d)
+    inputs: list[Tensor] = []  # the input of each attention layer, (n, T - 1, d)
 
     def keep(_: nn.Module, args: tuple[Tensor]) -> None:
         inputs.append(args[0])
@@ -131,7 +138,7 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
         loss = F.cross_entropy(logits.flatten(0, 1), targets)
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
-    # As an optimiser sums texts: what they share adds up, what differs cancels.
+    # In the sum over texts, gradients that they share add up, and the others mostly cancel.
     sums = []
     for gradient in gradients:
         over_texts = gradient.float().sum(dim=0)
@@ -139,4 +146,4 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     norms = torch.linalg.vector_norm(torch.stack(sums), dim=-1)  # (L, T - 1)
     if not norms.isfinite().all():
         return []
-    return rounded(norms.tolist(), digits=4)  # as all records have them
+    return rounded(norms.tolist(), digits=4)  # the number of digits in all records

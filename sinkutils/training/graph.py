@@ -1,9 +1,10 @@
-"""The optimiser step as one CUDA graph: a launch by the host in place of several hundred.
+"""The optimiser step as one CUDA graph, which needs one launch instead of several hundred.
 
-A small model's step is bound by its launches: each kernel runs for microseconds, and the host takes
-longer to ask for it. A graph is a recording of all of them, which the GPU replays by itself. It
-runs the same kernels on the same memory, so that what changes from step to step (the batch, the
-rate) has to be written into tensors of fixed address.
+The launches limit the speed of a small model: each kernel runs for microseconds only, and the host
+takes longer than that to launch it. A CUDA graph is a recording of all kernels of a step, and the
+GPU replays it by itself. The replay reads and writes the same memory as the recording. So whatever
+changes from step to step, namely the batch and the learning rate, has to be copied into a tensor
+that stays in its place.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Steps before the recording: they make the optimiser's state and the libraries' workspaces.
+# The number of ordinary steps before the recording. They allocate the optimiser's state and the
+# workspaces of the libraries.
 WARM_UP = 3
 
 
 class GraphedStep:
-    """`run.update` by a graph. To be made after a checkpoint was loaded, which sets the rates.
+    """Runs `run.update` as a CUDA graph.
 
-    run: a `Run`, or whatever has its update, optimizers and device.
+    Create it after a checkpoint has been loaded, because that replaces the learning rates.
+    run: a `Run`, or any object with the same `update`, `optimizers` and `device`.
     """
 
     def __init__(self, run: Any) -> None:
@@ -29,19 +32,19 @@ class GraphedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
-                # A rate that is a number would be recorded as it was at the time.
+                # As a plain number, the learning rate would be recorded as a constant.
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=run.device)
                 group["capturable"] = True
 
     def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm of one step on a batch, as `run.update` gives them."""
+        """The loss and the gradient norm of one step on a batch, as `run.update` returns them."""
         self.steps += 1
         if self.steps <= WARM_UP:
             return self.run.update(batch)
         if self.graph is None:
             self.batch = batch.clone()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # which runs nothing yet
+            with torch.cuda.graph(self.graph):  # this records the kernels and runs none of them
                 self.loss, self.norm = self.run.update(self.batch)
         self.batch.copy_(batch)
         self.graph.replay()

@@ -1,7 +1,8 @@
 """The state of one pre-training run between two optimiser steps.
 
-Weights (seed), order of the chunks (seed and step) and evaluation (fixed) have generators of their
-own, so that two runs with one seed differ in nothing but what their configs say.
+Each use of random numbers has a generator of its own. That of the weights depends on the seed, that
+of the order of the chunks on the seed and the step, and that of the evaluation is always the same.
+So two runs with one seed differ only in what their configs say.
 """
 
 from __future__ import annotations
@@ -28,31 +29,37 @@ from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
 from sinkutils.study.record import rounded
 from sinkutils.training.graph import GraphedStep
 
-AHEAD = 16  # steps whose batches go to the device together
-ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
+# The batches of this many steps are copied to the device at once, which saves copies to a GPU.
+AHEAD = 16
+# A GPU holds the whole text of its run if it is smaller than this number of bytes. Every text of
+# the study is, except for the Pile.
+ON_DEVICE = 2**30
 EVALUATION_SEED = 0
-EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
-SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
-CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
-ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
-NORM_DIGITS = 3  # significant ones, of norms
+# Which positions k are measured, and what is kept of them: the last report has Sink_k for k = 1 to
+# SINK_TARGETS (the longest prefix in the paper is 10) at each of EPSILONS. Each point of the curve
+# has Sink_k for k in CURVE_TARGETS, and alpha_k of every head for k = 1 to ALPHA_TARGETS.
+EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
+SINK_TARGETS = 10
+CURVE_TARGETS = (1, 2, 3, 4)
+ALPHA_TARGETS = 3
+NORM_DIGITS = 3  # the number of significant digits of norms in a record
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits (N, V) and targets (N,) in nats.
+    """The mean cross-entropy of logits (N, V) and targets (N,) in nats.
 
-    For the backward pass it keeps the logits, in their precision, and lse.
-
-    The gradient is one pass over the logits: compiled on a CPU, a step of a small model takes a
-    fifth less time than with F.cross_entropy or a gradient made in the forward pass.
+    The forward pass keeps the logits, in their own precision, and their log-sum-exp (lse). From
+    these the backward pass computes the gradient in one pass over the logits. When a step of a
+    small model is compiled on a CPU, it takes a fifth less time than with F.cross_entropy, or with
+    a gradient that is computed in the forward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         lse = torch.logsumexp(logits.float(), dim=-1)  # (N,)
         ctx.save_for_backward(logits, targets, lse)
-        of_targets = logits.gather(-1, targets[:, None])  # (N, 1)
-        losses = lse - of_targets[:, 0].float()
+        target_logits = logits.gather(-1, targets[:, None])  # (N, 1)
+        losses = lse - target_logits[:, 0].float()
         return losses.mean()
 
     @staticmethod
@@ -60,19 +67,20 @@ class CrossEntropy(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         N, V = logits.shape
         softmax = (logits.float() - lse[:, None]).exp()
-        # int32, as comparing int64 takes twice the time of the exponential
+        # int32, because comparing int64 numbers takes twice the time of the exponential
         tokens = torch.arange(V, dtype=torch.int32, device=logits.device)
         onehot = tokens == targets.int()[:, None]  # (N, V)
         gradient = (softmax - onehot.float()) * (grad_output / N)
-        return gradient.to(logits.dtype), None  # none of the targets
+        return gradient.to(logits.dtype), None  # the targets have no gradient
 
 
 def next_token_loss(
     model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()
 ) -> Tensor:
-    """Mean cross-entropy of chunks (B, C + 1) in nats.
+    """The mean next-token cross-entropy of chunks (B, C + 1), in nats.
 
-    The predictions made at the 1-based positions `unscored` are left out, yet the model sees them.
+    The model sees the tokens at the 1-based positions `unscored`, but the predictions that it makes
+    there do not count.
     """
     logits = model(chunks[:, :-1])  # (B, C, V)
     targets = chunks[:, 1:]
@@ -82,10 +90,11 @@ def next_token_loss(
 
 
 def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """x (B, T, ..) without the 1-based positions, which are sorted."""
+    """x (B, T, ..) without these 1-based positions, which must be sorted."""
     if not positions:
         return x
-    # Slices, as a list of indices would be copied from the host, which no CUDA graph can hold.
+    # Slices are used, because a list of indices would be copied from the host, and a CUDA graph
+    # cannot contain such a copy.
     parts = []
     start = 0
     for position in positions:
@@ -95,13 +104,13 @@ def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
 
 
 def instruction_set() -> list[str]:
-    """What decides the roundings of a CPU's products: where it differs, last digits do."""
+    """The vector instructions that the CPU has. Where they differ, the last digits may differ."""
     has = torch.cpu.get_capabilities()
     return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
 
 
 def usable_precision(precision: str, device: torch.device) -> str:
-    """bf16 where the config asks for it and the device has instructions for it, else fp32."""
+    """bf16 if the config wants it and the device has instructions for it, and fp32 otherwise."""
     if precision != "bf16":
         return "fp32"
     able = False
@@ -114,33 +123,34 @@ def usable_precision(precision: str, device: torch.device) -> str:
 
 
 def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[Optimizer]:
-    """The optimisers that a config names: one, but for muon, which needs AdamW for the rest."""
+    """The optimisers for a config. There is one, except that muon needs AdamW for the rest."""
     rate = train.learning_rate
     decay = train.weight_decay
     if train.optimizer == "sgd":
         return [SGD(named.values(), rate, momentum=train.beta1, weight_decay=decay)]
-    # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their
-    # heads. It takes q, k and v as the one matrix that they are here, and gate and up likewise;
-    # others cut them first.
+    # Muon is for the linear maps. Embeddings and gains are none, nor are biases, which are matrices
+    # only because they have a row for each head. Muon updates q, k and v as the single matrix that
+    # they are here, and gate and up as well; other implementations split them first.
     linear = list[nn.Parameter]()
     others = list[nn.Parameter]()
     for name, parameter in named.items():
         in_block = name.startswith("blocks.") and name.endswith(".weight")
         maps = train.optimizer == "muon" and in_block and parameter.ndim == 2
         (linear if maps else others).append(parameter)
-    # All parameters, or those that Muon leaves.
+    # AdamW gets the parameters that Muon does not take, or all of them.
     betas = (train.beta1, train.beta2)
     adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
     if not linear:
         return [adamw]
-    from torch.optim import Muon  # of torch 2.9 and later
+    from torch.optim import Muon  # since torch 2.9
 
-    # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.
+    # With match_rms_adamw an update has the size of AdamW's, so that both optimisers can share one
+    # learning rate and one weight decay.
     return [Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
 
 
 def set_rate(optimizers: list[Optimizer], rate: float) -> None:
-    """The learning rate of the next step; of a CUDA graph into the tensor that it reads."""
+    """Set the learning rate of the next step. For a CUDA graph it is written into a tensor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -150,13 +160,16 @@ def set_rate(optimizers: list[Optimizer], rate: float) -> None:
 
 
 class Run:
-    """The state of one run between two optimiser steps; `train` drives it."""
+    """The state of one run between two optimiser steps. `trainer.train` makes the steps.
+
+    `FinetuneRun` sets other values of the first four attributes.
+    """
 
     loss = staticmethod(next_token_loss)
-    weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
-    each_step = False  # whether the curve has the loss and gradient norm of every step
-    fixed_shapes = True  # of all tensors of a step, so that a graph can hold it
-    # What a checkpoint holds beside the model's state.
+    weight: Callable = staticmethod(len)  # the weight of a part of the validation text in its loss
+    each_step = False  # whether the curve has the loss and the gradient norm of every step
+    fixed_shapes = True  # whether all steps have the same shapes, as a CUDA graph needs
+    # The attributes that a checkpoint holds beside the state of the model and the optimisers.
     PROGRESS = ("step", "seconds", "curve", "alphas", "parts")
 
     def __init__(
@@ -169,54 +182,59 @@ class Run:
         tokenizer: Tokenizer | None = None,
         batches: tuple[Batches, Batches] | None = None,
     ) -> None:
-        """model: to start from; None: one with fresh weights. tokenizer: None: that of the corpus.
-        batches: to train on, and to validate on; None: chunks of the corpus.
+        """The state of a run before its first step.
+
+        model: the model to start from. None means a new one, whose weights the seed determines.
+        tokenizer: None means that of the corpus.
+        batches: those for training and those for validation. None means chunks of the corpus.
         """
-        # `torch.__version__` compares as a version and not as letters.
+        # `torch.__version__` is compared as a version, not as a string.
         require(torch.__version__ >= "2.11", "training needs torch 2.11 or later")
         self.config = config
         self.corpus = corpus
         self.device = device
         self.tokenizer = tokenizer or corpus.tokenizer
         self.fingerprint = corpus.fingerprint
-        self.more: Json = {}  # that the record's provenance says
-        # The model and what trains it.
+        self.more: Json = {}  # further entries of the record's provenance
+        # The model, its loss and its optimisers.
         train = config.train
         self.precision = usable_precision(train.precision, device)
         model = model or TransformerLM(config.model, config.seed)
         self.model = model.to(device)
-        self.forward: Callable[..., Tensor] = self.loss  # of a step; `train` may compile it
+        # The loss as `update` calls it. `train` may replace it by its compiled form; evaluations
+        # call `loss`, which is never compiled.
+        self.forward: Callable[..., Tensor] = self.loss
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), train)
         self.chunks, valid = batches or self.chunks_of_text()
-        # The batches of this step and the next ones, on the device.
+        # The chunks of up to AHEAD steps, on the device (see `batch`).
         self.ahead: Tensor | None = None
-        # How a step is made on a GPU, if not one kernel at a time.
+        # The step as a CUDA graph, if `train` uses one.
         self.graph: GraphedStep | None = None
-        # What it is measured on: a few chunks for the loss, texts for the sink metric.
+        # The evaluation uses a few chunks for the loss, and texts for the sink metric.
         first = np.arange(min(train.valid_chunks, len(valid)))
         self.valid = valid.take(first).to(device)
         count = train.eval_sequences
         length = train.eval_length
         ids = probe("natural", self.tokenizer, count, length, EVALUATION_SEED, corpus=corpus)
-        # A fixed token is also fixed here, as the authors' evaluation does.
+        # A fixed token is put into these texts as well, as in the authors' evaluation.
         ids = fix_position(ids, config.data.fixed_position, corpus.fix_id)
         self.probe = ids.to(device)
-        # How far it is, which a checkpoint holds.
+        # The progress of the run (`PROGRESS`), which a checkpoint holds.
         self.step = 0
         self.seconds = 0.0
         self.curve: list[Json] = []
-        # For each point of the curve: (targets, and * if any, L, H), float16.
+        # alpha at each point of the curve: (targets, L, H), float16; * is the last target if any.
         self.alphas: list[Tensor] = []
-        # On what it was trained: more than one where it moved to another machine.
+        # The conditions of the training. There are several if the run moved to another machine.
         self.parts: list[Json] = []
-        # Of each step since the last evaluation: loss, and gradient norm before clipping.
+        # The loss, and the gradient norm before clipping, of each step since the last evaluation.
         self.passed: list[tuple[Tensor, Tensor]] = []
 
     def chunks_of_text(self) -> tuple[Batches, Batches]:
-        """What a pre-training trains on, and what it is validated on."""
+        """The chunks for training and those for validation of a pre-training."""
         config = self.config
         length = config.model.context_length
-        # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
+        # Random tokens cannot be predicted, so the validation text keeps its tokens (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
         size = self.corpus.tokens("train").nbytes
         device = self.device if size < ON_DEVICE else CPU
@@ -225,8 +243,10 @@ class Run:
         return train, valid
 
     def validation_corpus(self) -> Corpus:
-        """The text to validate on, in the run's tokens: its own, or where it is the config's, that
-        which the config names.
+        """The corpus to validate on, with the tokenizer of the run.
+
+        It is the one that the config names for validation, if the run is trained on the config's
+        own corpus. Otherwise it is the corpus of the run.
         """
         data = self.config.data
         if data.validation is None or self.corpus.name != public_name(data.corpus):
@@ -236,7 +256,7 @@ class Run:
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer)
 
     def provenance(self) -> Json:
-        """On what the run was trained, how fast, and how large its text is."""
+        """The device and other conditions of the training, its speed, and the size of its text."""
         tokens = self.step * self.tokens_per_step
         provenance = {
             **self.parts[-1],
@@ -250,11 +270,14 @@ class Run:
         return provenance
 
     def autocast(self) -> torch.autocast:
-        """bf16 where it is used, as `precision` says; weights and optimiser stay fp32."""
+        """Autocast to bf16, if `precision` is bf16. Weights and optimiser stay in fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def batch(self) -> Tensor:
-        """The chunks of this step, on the device; those of `AHEAD` steps come there in one copy."""
+        """The chunks of this step, on the device.
+
+        They are a slice of the chunks of `AHEAD` steps, which are copied there at once.
+        """
         size = self.config.train.batch_size
         copies, index = divmod(self.step, AHEAD)
         if self.ahead is None or index == 0:
@@ -264,7 +287,7 @@ class Run:
         return self.ahead[start : start + size]
 
     def advance(self) -> Tensor:
-        """One optimiser step; returns the loss of its batch."""
+        """Make one optimiser step on the next batch. Returns the loss of the batch."""
         batch = self.batch()
         set_rate(self.optimizers, learning_rate(self.config.train, self.step))
         update = self.graph or self.update
@@ -274,14 +297,17 @@ class Run:
         return total
 
     def update(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights after one batch: its loss, and the norm of the gradient before clipping."""
+        """Update the weights on one batch.
+
+        Returns the loss of the batch, and the norm of its gradient before clipping.
+        """
         config = self.config.train
         parts = batch.split(config.micro_batch or config.batch_size)  # micro-batches
         total = torch.zeros((), device=self.device)
         for part in parts:
             with self.autocast():
                 loss = self.forward(self.model, part, self.unscored)
-            loss = loss / len(parts)  # so that gradients add up to those of the batch's mean
+            loss = loss / len(parts)  # the gradients then add up to that of the batch's mean loss
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -296,9 +322,10 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
-        """Add validation loss and sink metric at this step to the curve; returns the report.
+        """Add a point to the curve, with validation loss and sink metric, and return the report.
 
-        losses: of each step since the last evaluation. A model that is not finite has no report.
+        losses: the losses of the steps since the last evaluation. Returns None, and adds no point,
+        if the model computes numbers that are not finite.
         """
         with self.autocast():
             valid_loss = self.valid_loss()
@@ -308,9 +335,9 @@ class Run:
         positions = range(1, targets + 1)
         try:
             report = measure(self.model, self.probe, targets=positions, epsilons=EPSILONS)
-        except NotFinite:  # also of a model whose loss is finite still
+        except NotFinite:  # this may happen even though the loss is still finite
             return None
-        # What a reader of the curve sees.
+        # The point of the curve, as metrics.json will hold it.
         point = {"step": self.step, "valid_loss": valid_loss, **sinks(report)}
         if losses:
             point["train_loss"] = sum(losses) / len(losses)
@@ -318,7 +345,7 @@ class Run:
             point["losses"] = losses
             point["gradient_norms"] = [float(norm) for _, norm in self.passed]
         self.curve.append(point)
-        # And alpha of every head, from which the ledger works out the rest.
+        # alpha of every head, from which the ledger computes further quantities.
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)  # over texts: (targets, L, H)
         if report.star is not None:
             star = report.star.mean(dim=0)  # (L, H)
@@ -328,7 +355,7 @@ class Run:
         return report
 
     def valid_loss(self) -> float:
-        """The mean loss of the validation text, of which each part counts by its `weight`."""
+        """The mean loss of the validation text, whose parts are weighted by `weight`."""
         total = 0.0
         weights = 0
         for part in self.valid.split(32):
@@ -342,15 +369,16 @@ class Run:
     def unscored(self) -> tuple[int, ...]:
         """The positions whose prediction carries no loss.
 
-        They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
+        They are the positions inside a prefix (Section 6), the one before a fixed token
+        (Section 5), and those that the config names.
         """
-        # A prefix's tokens see each other, so that all but the last see what they predict.
+        # The tokens of a prefix see each other. So all but the last already see the next token.
         data = self.config.data
         prefix = self.config.model.attention.prefix
         positions = {*range(1, prefix), *data.unscored}
         fixed = data.fixed_position or 1
         if fixed > 1:
-            positions.add(fixed - 1)  # where the fixed token would be predicted
+            positions.add(fixed - 1)  # the prediction here would be the fixed token
         return tuple(sorted(positions))
 
     @property
@@ -359,7 +387,10 @@ class Run:
 
 
 def sinks(report: Report) -> Json:
-    """What a point of the curve says: Sink_k in percent, excess, x_1 by block (Section 3.1)."""
+    """The sinks of a point of the curve: Sink_k in percent, excess, and numbers of x_1 by block.
+
+    The numbers of x_1 are its largest element and the norm of its value (Section 3.1).
+    """
     numbers: Json = {}
     for k in CURVE_TARGETS:
         if k in report.targets:

@@ -1,8 +1,8 @@
-"""Many runs: what is missing, most informative first, by many workers, here or on a cluster.
+"""A sweep: all missing runs of a preset, by several workers, on this machine or on a cluster.
 
-Each run is a process of its own that takes a lock on its folder, so a sweep can be killed at any
-moment and started twice at once. A worker on this machine ends with the sweep that started it,
-however that ends.
+The most informative runs come first. Each run is a process of its own, which locks the folder of
+the run. So a sweep can be killed at any moment, and two sweeps can work at the same time. When a
+sweep ends, or is killed, its workers on this machine end too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
 
 POLL_SECONDS = 0.2
-LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
-SAID = "sinkutils: "  # how messages of the command line begin
-STOP_SECONDS = 10.0  # which a worker has to end after TERM
-LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
-AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
-PARENT = "SINKUTILS_PARENT"  # the variable by which a worker knows the sweep that started it
+LOCKED = 3  # the exit status of `sinkutils train` if another process is training the run
+SAID = "sinkutils: "  # the beginning of each message of the command line
+STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM
+LEAST_ROOM = 2**16  # with less space on the disk (in bytes), a log may lack its last message
+AGAIN = "training starts again"  # part of the warning that a checkpoint could not be used
+# The environment variable that tells a worker the process id of its sweep.
+PARENT = "SINKUTILS_PARENT"
 
 
 class Worker:
-    """`python -m sinkutils train` in a process of its own: a future whose output goes to `log`."""
+    """A future that runs `python -m sinkutils train` in a process, whose output goes to `log`."""
 
     def __init__(self, arguments: tuple[str, ...], log: str) -> None:
-        # One thread for each worker: two workers are faster so, and the numbers are the same.
+        # Each worker has one thread. This makes several workers faster and changes no number.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment = {**os.environ, **threads, PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "sinkutils", "train", *arguments]
@@ -60,19 +61,22 @@ class Worker:
         return self.process.poll() is not None
 
     def result(self) -> tuple[int, list[str]]:
-        """Its exit status, once it has ended, and its messages."""
+        """Wait for the end of the process. Returns its exit status and its messages."""
         status = self.process.wait()
-        output = self.log.read_bytes()[self.begin :]  # before it stand earlier workers' lines
+        output = self.log.read_bytes()[self.begin :]  # the lines of earlier workers come before
         messages = []
         for line in output.decode(errors="replace").splitlines():
-            _, prefix, message = line.partition(SAID)  # some stand behind a progress bar
+            _, prefix, message = line.partition(SAID)  # a progress bar may precede the message
             if prefix:
                 messages.append(message)
         return status, messages
 
 
 def end_with_parent() -> None:
-    """Of a worker: end when the sweep that started this process has ended, or was killed."""
+    """Make this process end as soon as the sweep that started it has ended or was killed.
+
+    `sinkutils train` calls this. It does nothing in a process that no sweep has started.
+    """
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return
@@ -86,11 +90,11 @@ def end_with_parent() -> None:
 
 
 def stop(jobs: list[Job]) -> int:
-    """End the workers on this machine; what they have saved stays. Returns how many they were."""
+    """End the workers on this machine and return their number. Their checkpoints stay."""
     workers = [job.future for job in jobs if isinstance(job.future, Worker)]
     for worker in workers:
         worker.process.terminate()
-    # All have the same time to end in; whoever does not is killed.
+    # All workers have the same deadline. Those that have not ended by then are killed.
     until = time.monotonic() + STOP_SECONDS
     for worker in workers:
         try:
@@ -102,15 +106,16 @@ def stop(jobs: list[Job]) -> int:
 
 
 def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
-    """A run from beginning to end, where an engine has sent it: exit status and messages."""
+    """Train one run on the machine where an engine calls this: exit status and messages."""
     return Worker(arguments, log).result()
 
 
 def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -> tuple[str, ...]:
-    """The device of each worker: `device`, else what the preset is made for.
+    """The device of each worker.
 
-    So the seeds of a preset are alike. "cuda" on this machine means its GPUs in turn. Raises
-    ValueError where a GPU is wanted and this machine has none.
+    It is `device`, or by default the preset's own, so that all seeds of a preset are trained alike.
+    On this machine, "cuda" assigns the GPUs to the workers in turn. Raises ValueError if a GPU is
+    needed and this machine has none.
     """
     kind = device or find_preset(preset_name).device
     if engine_name == "local":
@@ -122,10 +127,11 @@ def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -
 
 
 def engine(name: str, logs: Path, gpu: bool = False) -> Callable:
-    """What starts a run with the arguments of `run_one` and returns a future.
+    """A function that starts a run, with the arguments of `run_one`, and returns a future.
 
-    gpu: each run needs one. slurm: jobs of submitit, which without Slurm are processes on this
-    machine. Raises ImportError where that is missing.
+    name: "local" starts a process on this machine. "slurm" submits a job with submitit, which
+    starts a process on this machine if there is no Slurm. Raises ImportError without submitit.
+    gpu: whether each run needs a GPU.
     """
     choice("engine", name, ("local", "slurm"))
     if name == "local":
@@ -139,9 +145,11 @@ def engine(name: str, logs: Path, gpu: bool = False) -> Callable:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How one run of a sweep ended: done, failed (recorded) or crashed.
+    """How one run of a sweep ended.
 
-    detail: why it failed or crashed, that it began anew, or that another process trained it.
+    status: done, failed (the training failed, and the record says so) or crashed (no record).
+    detail: why the run failed or crashed, or that it started again from step 0, or that another
+    process trained it.
     """
 
     experiment: str
@@ -152,7 +160,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A run that an engine has."""
+    """A run that an engine is executing."""
 
     run_folder: RunFolder
     device: str
@@ -160,7 +168,7 @@ class Job:
     future: Any
 
     def outcome(self) -> RunOutcome | None:
-        """How the run ended, once its future is done; None where another process has it."""
+        """How the run ended; its future must be done. None if another process is training it."""
         run = self.run_folder.config
         end = partial(RunOutcome, run.experiment, run.seed)
         where = f"see {self.log.parent.name}/{self.log.name}"
@@ -173,7 +181,7 @@ class Job:
                 again = [message for message in messages if AGAIN in message]
                 detail = record.reason or "; ".join(again)
                 return end(record.status, detail)
-        except Exception as error:  # whatever an engine raises that lost a worker: the others go on
+        except Exception as error:  # any error of an engine that lost a worker; other runs go on
             return end("crashed", f"{first_line(error)}; {where}")
         if not messages and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
             messages = ["the disk is full: free some space and run the same command again"]
@@ -194,21 +202,22 @@ def sweep(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
 ) -> list[RunOutcome]:
-    """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
+    """Train every missing run of a preset, or of the experiments in `only`.
 
-    A run that another process trains, or whose start one does, waits until that has ended: then it
-    is trained here if there is no record. An exception, KeyboardInterrupt above all, stops the
-    workers here. Logs go to logs/<preset> inside `runs`.
+    Returns how each run ended. If another process is training a run, or the run that a fine-tuning
+    starts from, the sweep waits for it. Afterwards it trains the run itself if there is still no
+    record. An exception, such as KeyboardInterrupt, stops the workers on this machine. The logs are
+    in logs/<preset> inside `runs`.
 
-    jobs: how many runs the engine has at a time; a sweep that stops leaves no queue there.
-    corpus: where to load the text from in place of the preset's own, such as packed:<file>.
-    device: where runs train; None: what the preset is made for.
-    Raises what `load_corpus` does where there is no such text.
+    jobs: how many runs the engine executes at a time. No further runs are queued there.
+    corpus: where to load the text from instead of the preset's own, such as packed:<file>.
+    device: the device to train on. None means the one that the preset is made for.
+    Raises the errors of `load_corpus` if there is no such text.
     """
     integer("jobs", jobs, least=1)
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
-    # What every worker is told: the same folder, text and preset.
+    # Every worker gets the same folder, text and preset as arguments.
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     logs = store.folder / "logs" / preset_name
     options = ["--preset", preset_name, "--checkpoint-seconds", str(checkpoint_seconds)]
@@ -224,26 +233,26 @@ def sweep(
         if progress:
             print(f"logs of the runs: {logs}", file=sys.stderr)
     running = list[Job]()
-    elsewhere = set[RunConfig]()  # what another process has had
+    elsewhere = set[RunConfig]()  # the runs that another process was training
     outcomes = list[RunOutcome]()
     with tqdm(desc=preset_name, total=len(queue), unit="run", disable=not progress) as bar:
         try:
             while queue or running:
-                # Give each free worker the first run that nobody else trains.
+                # Give each free worker the first run that no other process is training.
                 for run in list(queue):
                     if not free:
                         break
                     name = f"{run.experiment} seed {run.seed}"
                     run_folder = store.of(run, text)
-                    # One that another process trains waits in the queue, and the next one has its
-                    # turn.
+                    # A run that another process is training stays in the queue, and the next one
+                    # is tried.
                     if _locked(run_folder, store):
                         if run not in elsewhere:
                             bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
                         elsewhere.add(run)
                         continue
                     queue.remove(run)
-                    # The other process may have recorded it.
+                    # The other process may have written its record.
                     record = run_folder.record() if run in elsewhere else None
                     if record is not None:
                         detail = "by another process"
@@ -256,13 +265,13 @@ def sweep(
                     running.append(Job(run_folder, where, log, future))
                     if engine_name == "slurm":
                         bar.write(f"{name}: job {future.job_id}, which outlives this sweep")
-                # Take in what has ended.
+                # Collect the runs that have ended.
                 finished = [job for job in running if job.future.done()]
                 for job in finished:
                     running.remove(job)
                     free.append(job.device)
                     outcome = job.outcome()
-                    if outcome is None:  # another process was quicker to take it
+                    if outcome is None:  # another process locked it first, so it waits again
                         run = job.run_folder.config
                         queue.append(run)
                         elsewhere.add(run)
@@ -280,13 +289,13 @@ def sweep(
 
 
 def _text_of(preset_name: str, corpus: str) -> Identity:
-    """What a text is, in the tokens of a preset."""
+    """The identity of a corpus, tokenised with the vocabulary of a preset."""
     vocab_size = find_preset(preset_name).model.vocab_size
     return load_corpus(corpus, vocab_size).identity
 
 
 def _locked(run_folder: RunFolder, store: Runs) -> bool:
-    """Whether another process trains the run, or what it starts from."""
+    """Whether another process is training the run, or the run that a fine-tuning starts from."""
     run = run_folder.config
     if isinstance(run, FinetuneConfig):
         before = config(run.start, run.preset, run.seed)
@@ -302,7 +311,10 @@ def estimate(
     corpus: str | None = None,
     only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
-    """Every missing run with its seconds, by those that the preset names for its own steps."""
+    """Every missing run with its estimated seconds.
+
+    The preset states how long its usual number of steps takes; a run is in proportion to its steps.
+    """
     base = find_preset(preset_name)
     text = _text_of(preset_name, corpus) if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)

@@ -1,4 +1,8 @@
-"""One run from one config: deterministic, resumable at any instant, recorded in any case."""
+"""The training of one run from one config.
+
+A run is deterministic. It can be killed at any moment and resumed, and it ends with a record even
+if the training fails.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,8 @@ from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, instruction_set
 
-CHECKPOINT = 2  # raised when what a checkpoint holds changes
-DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before the rest
+CHECKPOINT = 2  # is raised when the contents of a checkpoint change
+DIGEST = hashlib.sha256().digest_size  # the bytes of the digest with which a checkpoint file begins
 
 
 def train(
@@ -52,28 +56,31 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
 ) -> Record:
-    """Train one run to its end and write its record; a finished one is returned as it is.
+    """Train one run to its end and write its record. If there is a record already, return it.
 
-    A run that was killed goes on from its last checkpoint and ends in the same record, bit for bit
-    on one kind of CPU. A run that diverges is recorded with status "failed" and the reason. On CPU
-    it uses one thread, so that its numbers depend neither on the number of cores nor on what runs
-    beside it. Raises `RunLocked` while another process trains the same run.
+    A run that was killed continues from its last checkpoint. On one kind of CPU it ends with the
+    same record, bit for bit. A run that diverges is recorded with status "failed" and the reason.
+    On a CPU a run uses one thread, so that its numbers depend neither on the number of cores nor on
+    other processes. Raises `RunLocked` while another process is training the same run.
 
-    A fine-tuning starts from the weights of a record, which is trained first where there is none or
-    it has none; raises ValueError where that run failed. For instructions of one's own: its config
-    with other `instructions` (a hub id, a .jsonl file) and another `experiment`, under which the
-    record then stands.
+    A fine-tuning starts from the weights of another run. That run is trained first if it has no
+    record or if its record has no weights. Raises ValueError if it failed. To use instructions of
+    your own, change two fields of a fine-tuning's config: `instructions`, to path:<file.jsonl>, and
+    `experiment`, which is the name of the new record.
 
-    corpus: the text (of a fine-tuning, that of the sink metric), or where to load it from, in place
-      of the config's own. Only a record on that very text is then returned, and the run's own
-      stands apart (`study.store.Runs.of`).
-    compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
-    graph: make each step one CUDA graph (`training.graph`); None: on a GPU, if the run allows it.
+    corpus: a corpus, or where to load one from, instead of the config's own. In a fine-tuning it is
+      the text for the sink metric. Only a record on exactly this text is returned. If it is not the
+      config's text, the new record is kept apart from the study's (`study.store.Runs.of`).
+    compile: whether to use torch.compile. None means on a CPU, if the preset says so and it works
+      (`compiles`).
+    graph: whether to make each step one CUDA graph (`training.graph`). None means on a GPU, if the
+      run allows it.
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store = Runs(runs)
     target = find_device(device)
-    if corpus is None:  # a record is found without opening the text
+    # The first look for a record. It saves opening the text, if this is the config's own.
+    if corpus is None:
         done = store.of(config).record(keep_weights)
         if done is not None:
             return done
@@ -85,9 +92,9 @@ def train(
     if compile is None:
         preset = grid.PRESETS.get(config.preset)
         wanted = preset is not None and preset.compile
-        # On a GPU it has given NaN where eager steps did not (docs/scaling.md).
+        # On a GPU, compiled steps have produced NaN where eager steps did not (docs/scaling.md).
         compile = wanted and target.type == "cpu" and compiles()
-    # Of a fine-tuning, what it starts from: a record, or a run of its own before this one.
+    # A fine-tuning starts from a record. If there is none, that run is trained first.
     start: Record | None = None
     if isinstance(config, FinetuneConfig):
         before = grid.config(config.start, config.preset, config.seed)
@@ -110,18 +117,20 @@ def train(
             f"and that run failed to train ({start.reason})",
         )
     with reproducible(target), run_folder.lock():
-        done = run_folder.record(keep_weights)  # also by whoever held the lock before
+        # The second look for a record: now for exactly this text, and under the lock, since another
+        # process may have finished the run in the meantime.
+        done = run_folder.record(keep_weights)
         if done is not None:
             return done
         run_folder.check_free()
-        # The run as it begins, or as its checkpoint left it.
+        # The run starts from the beginning, or from its checkpoint if there is one.
         run: Run
         if isinstance(config, FinetuneConfig) and start is not None:
             run = FinetuneRun(config, text, target, start)
         else:
             run = Run(config, text, target)
         load_checkpoint(run, run_folder.checkpoint)
-        # How a step is made; the record says so.
+        # Whether a step is compiled, or one CUDA graph. The record says which.
         if graph is None:
             graph = may_graph(run) and not compile
         if graph:
@@ -129,7 +138,7 @@ def train(
         if compile:
             run.forward = torch.compile(run.loss)
         conditions = conditions_of(run, compile, graph)
-        if run.parts[-1:] != [conditions]:  # a run may go on on another machine
+        if run.parts[-1:] != [conditions]:  # a new run, or one that continues on another machine
             run.parts.append(conditions)
         checkpoint = run_folder.checkpoint
         reason, report = to_its_end(run, progress, checkpoint, checkpoint_seconds)
@@ -141,7 +150,7 @@ def save_run(
 ) -> Record:
     """Write the record of a run that has ended.
 
-    reason: of its failure, None if it has none. report: of its last evaluation.
+    reason: why the run failed, or None. report: the report of its last evaluation, or None.
     """
     return write_record(
         folder,
@@ -156,9 +165,9 @@ def save_run(
 
 
 def _check_text(corpus: Corpus, run_folder: RunFolder, own_folder: RunFolder) -> None:
-    """Warn where a run is not on the text that its config means, and say where its record will be.
+    """Warn if a run is not trained on its config's own text. The warning names the record.
 
-    Raises ValueError where the text has more kinds of tokens than the model.
+    Raises ValueError if the vocabulary of the text is larger than that of the model.
     """
     size = corpus.vocab_size
     vocabulary = run_folder.config.model.vocab_size
@@ -177,9 +186,10 @@ def _check_text(corpus: Corpus, run_folder: RunFolder, own_folder: RunFolder) ->
 
 
 def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None:
-    """The record that a fine-tuning starts from; None where it is yet to be trained.
+    """The record that a fine-tuning starts from, or None if this run has yet to be trained.
 
-    before: its config. corpus: its text, if there is a record on that; else the config's own.
+    before: the config of the run to start from. corpus: its text. If there is no record on this
+    text, one on the config's own text is taken.
     """
     record = store.of(before, corpus).record()
     if record is None:
@@ -192,12 +202,14 @@ def _start_of(store: Runs, before: RunConfig, corpus: Identity) -> Record | None
 def to_its_end(
     run: Run, progress: bool, checkpoint: Path, checkpoint_seconds: float
 ) -> tuple[str | None, Report | None]:
-    """Train a run; returns why it failed, or None, and the report of its last evaluation.
+    """Train a run to its end.
 
-    checkpoint: where it keeps its state.
+    Returns why it failed, or None, and the report of the last evaluation, or None if it failed.
+    checkpoint: the file that keeps its state.
     """
     schedule = run.config.train
-    if not run.curve:  # what position terms and biases do by themselves, without a step
+    # The evaluation before the first step shows the effect of position terms and biases alone.
+    if not run.curve:
         run.evaluate([])
     saved = time.monotonic()
     began = saved - run.seconds
@@ -223,14 +235,15 @@ def to_its_end(
                 return reason, report
             point = run.curve[-1]
             bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
-            # Only here is the state whole: no losses wait to be averaged.
+            # A checkpoint is possible only right after an evaluation, when no losses of earlier
+            # steps wait to be averaged.
             if time.monotonic() - saved > checkpoint_seconds:
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
 
 
 def conditions_of(run: Run, compiled: bool, graph: bool) -> Json:
-    """On what and in which way a run is trained, for its provenance."""
+    """The device on which, and the way in which, a run is trained, for its provenance."""
     conditions: Json = {
         "device": device_name(run.device),
         "compiled": compiled,
@@ -243,11 +256,10 @@ def conditions_of(run: Run, compiled: bool, graph: bool) -> Json:
 
 
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
-    """Why a run has failed by this step, or None; and its report at this step where it has not."""
+    """Evaluate a run. Returns (None, the report), or (the reason, None) if the run has failed."""
     losses = run.losses()
-    # A uniform guess over V tokens has a loss of ln V.
-    of_a_guess = math.log(run.config.model.vocab_size)
-    reason = divergence(losses, hopeless=2 * of_a_guess)
+    uniform_loss = math.log(run.config.model.vocab_size)  # ln V, the loss of a uniform guess
+    reason = divergence(losses, hopeless=2 * uniform_loss)
     if reason is None:
         report = run.evaluate(losses)
         if report is not None:
@@ -257,13 +269,16 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
 
 
 def may_graph(run: Run) -> bool:
-    """Whether a step can be one CUDA graph: on a GPU, with AdamW, whose state stays there."""
+    """Whether a step can be one CUDA graph. It needs a GPU, and AdamW, whose state stays there."""
     on_gpu = run.device.type == "cuda"
     return on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
-    """Why a run with these training losses has failed, or None; `hopeless` is twice a guess's."""
+    """Why a run with these training losses has failed, or None.
+
+    hopeless: twice the loss of a uniform guess. A run whose losses all exceed it has failed.
+    """
     if not all(map(math.isfinite, losses)):
         return "the loss was not finite"
     if min(losses) > hopeless:
@@ -273,10 +288,10 @@ def divergence(losses: list[float], hopeless: float) -> str | None:
 
 @cache
 def compiles() -> bool:
-    """Whether torch.compile works here; on a CPU it needs a C++ compiler. Warns if it does not."""
+    """Whether torch.compile works here. On a CPU it needs a C++ compiler. Warns if it fails."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
-    except Exception as error:  # whatever a missing or broken compiler raises
+    except Exception as error:  # any error of a missing or broken compiler
         warnings.warn(
             f"torch.compile does not work here ({type(error).__name__}): training goes on without, "
             "slower, with other last digits; a C++ compiler mends that",
@@ -287,7 +302,7 @@ def compiles() -> bool:
 
 
 def save_checkpoint(run: Run, path: Path) -> None:
-    """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
+    """Write the whole state to one file. If this fails or is killed, the previous file stays."""
     state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
     state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
     for name in run.PROGRESS:
@@ -300,13 +315,17 @@ def save_checkpoint(run: Run, path: Path) -> None:
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
-    """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
+    """Continue `run` from the checkpoint at `path`.
+
+    If the checkpoint cannot be used, a warning says why, and the run starts from step 0.
+    """
     state = _state_of(run, path)
     if not state:
         return
     run.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        # Rates and the like are those of this start, which may be on another device.
+        # The learning rates and similar settings are not from the checkpoint, because this process
+        # may use another device.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": saved, "param_groups": groups})
     for name in run.PROGRESS:
@@ -314,12 +333,12 @@ def load_checkpoint(run: Run, path: Path) -> None:
 
 
 def checkpoint_key(run: Run) -> list[Any]:
-    """What a checkpoint has to be of: the config, and the text and whatever a run starts from."""
+    """The identity of a run, which its checkpoint must have: config, text and start."""
     return [CHECKPOINT, config_hash(run.config), run.fingerprint]
 
 
 def read_checkpoint(path: Path) -> Json:
-    """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte has changed."""
+    """The state in a checkpoint, on the CPU. Raises `CorruptRecord` if any byte has changed."""
     blob = path.read_bytes()
     digest = blob[:DIGEST]
     data = blob[DIGEST:]
@@ -329,7 +348,10 @@ def read_checkpoint(path: Path) -> Json:
 
 
 def _state_of(run: Run, path: Path) -> Json:
-    """The state in a file; empty, with a warning that says why, if there is one of no use."""
+    """The state in a checkpoint, or an empty dict if there is none that can be used.
+
+    A warning says why a checkpoint cannot be used.
+    """
     if not path.exists():
         return {}
     try:
@@ -339,30 +361,31 @@ def _state_of(run: Run, path: Path) -> Json:
         reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
     except CorruptRecord as error:
         reason = str(error)
-    # A sweep finds this warning in the log of its worker by these words (`sweep.AGAIN`).
+    # A sweep searches the log of its worker for these words (`sweep.AGAIN`).
     warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
     return {}
 
 
 @contextlib.contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """What makes numbers repeat, inside, and all as before outside.
+    """A context manager that makes results reproducible, and restores all settings at its end.
 
-    One CPU thread, as sums over threads depend on their number; on CUDA PyTorch's deterministic
-    kernels, and a warning by name for an operation that has none. Attention's backward pass does
-    not repeat to the bit then either.
+    On a CPU it allows one thread, because sums depend on the number of threads. On CUDA it selects
+    PyTorch's deterministic kernels; an operation that has none causes a warning with its name. Even
+    so, attention's backward pass on CUDA is not reproducible to the bit.
     """
     threads = torch.get_num_threads()
     mode = torch.get_deterministic_debug_mode()  # off, warn or error
-    deterministic: Any = torch.utils.deterministic  # whose stubs lack the setting
+    deterministic: Any = torch.utils.deterministic  # its type stubs lack the setting below
     filled = deterministic.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_num_threads(1)
     if device.type == "cuda":
-        # cuBLAS reads it when it starts.
+        # cuBLAS reads this variable when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_deterministic_debug_mode("warn")
-        # It would write NaN into each new tensor, a kernel more for most of a step's.
+        # PyTorch would otherwise fill each new tensor with NaN, which adds a kernel to most of a
+        # step's kernels.
         deterministic.fill_uninitialized_memory = False
     try:
         yield
