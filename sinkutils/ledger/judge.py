@@ -219,8 +219,7 @@ def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> C
     fails if the 95 % interval, without correction, lies on the other side.
     """
     kind = outcome.check.kind
-    # "more" holds if there is any difference above zero. It fails if the difference is surely below
-    # the bar, so that none is left that counts.
+    # "more" holds if the difference is surely above zero, and fails if it is surely below the bar.
     test = outcome.estimate if kind == "more" else beyond
     p = corrected.get(test, test.p)
     shown = p <= LEVEL
@@ -261,7 +260,7 @@ def _bar(check: Check, base: str) -> Bar:
 
 
 def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
-    """Decide a check for "no effect beyond a margin", by one-sided tests per side (TOST).
+    """Decide a check for "no effect beyond a margin", by one test per side (TOST).
 
     The check fails if the effect is surely beyond the margin on one side.
     """

@@ -5,9 +5,9 @@ Most attention modules of transformers look up their attention function by name,
 function of ours, which returns the module's own output and hands the attention to the current
 `Pass` (module `passes`). To measure, a pass computes the attention in one of two ways:
 
-- fused: a kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) for the chosen keys. Before the
-  kernel is trusted in a module, its numbers are compared with the exact way, on rows that see these
-  keys.
+- fused: a kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) for the chosen keys. A
+  kernel is trusted in a module once its numbers match those of the exact way, on rows that see
+  these keys.
 - exact: the family's own eager function computes a chunk of queries at a time. Each chunk's weights
   are reduced to what the report needs, and then dropped.
 
@@ -268,7 +268,7 @@ class Capture:
         attention_mask: (B, 1, T, S).
         """
         call = Call(module, query, key, value, attention_mask, kwargs, eager)
-        if module not in self.modules:  # another model that runs in this thread, such as a draft
+        if module not in self.modules:  # of another model in this thread, such as a draft
             return families.chunk(call, call.rows)[0], None
         length = query.shape[2]
         # More keys than tokens would be keys of a cache or an encoder, which are not in the text.
@@ -366,7 +366,7 @@ class Capture:
         """Raise ValueError if rows are too long for the model, or its attention cannot be read.
 
         Attention cannot be read in two cases: a token attends to later tokens, or the function that
-        the model names computes something else than the eager function, whose weights we read.
+        the model names disagrees with the eager function, whose weights we read.
         run: whether to test for these two cases, by running a short text made of the rows' tokens.
         """
         longest = max(len(row) for row in rows)

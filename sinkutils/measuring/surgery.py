@@ -12,8 +12,8 @@ Nothing is trained, and afterwards the model is in its original state. Attention
 `set_back` accept a `TransformerLM` or a causal LM of transformers. The other three need a KV cache,
 and accept only the latter.
 
-Each operation first runs a text of at most 16 tokens twice (the check of `measure`). If it needs a
-cache, it also runs one token. Layers, blocks and hidden dimensions count from 0, as in `measure`,
+On a model of transformers the check of `measure` runs first, on at most 16 tokens. An operation
+that needs a cache also runs one token. Layers, blocks and hidden dimensions count from 0, as in `measure`,
 and positions from 1.
 """
 
@@ -66,7 +66,7 @@ class Outcome:
 def untouched(model: nn.Module, ids: Tensor, last: int | None = None) -> Outcome:
     """Run the unchanged model on ids (samples, T), as the baseline of every operation.
 
-    last: how many tokens at the end are predicted (transformers models only); None: all but the
+    last: how many tokens at the end are predicted; None: all but the
         first. With a large vocabulary, the logits of a long text cost as much as all blocks.
 
     Like all functions here, it raises ValueError for a model whose attention is not read through
@@ -175,7 +175,7 @@ def set_back(
 ) -> Outcome:
     """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
 
-    dimensions: a list of dimensions, or how many; then those are taken in which h_1 is largest
+    dimensions: a list of dimensions, or a number: that many in which h_1 is largest
         (`Report.first_elements`). Massive activations are the few dimensions with more than 1,000
         times the median.
     """
@@ -187,9 +187,12 @@ def set_back(
         dimensions = elements[block].topk(count).indices.tolist()
     chosen = integers("dimensions", dimensions, 0, width - 1)
 
+    # Our own models with a sink token have x* in front of x_1.
+    first = int(isinstance(model, TransformerLM) and model.config.sink_token)
+
     def to_the_mean(hidden: Tensor) -> Tensor:  # (B, T, d)
-        others = hidden[:, 1:, chosen]
-        hidden[:, 0, chosen] = others.mean(dim=1)
+        others = hidden[:, first + 1 :, chosen]
+        hidden[:, first, chosen] = others.mean(dim=1)
         return hidden
 
     return edit(model, ids, "block", to_the_mean, [block])

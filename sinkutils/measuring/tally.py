@@ -219,7 +219,7 @@ class Tally:
             fields["star"] = torch.stack(stars, dim=1)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
-        # These two are empty if the model's modules show their weights alone.
+        # These two are empty if the modules show only their weights.
         queries = values["queries"]
         keys = values["keys"]
         kept = {}
@@ -293,8 +293,8 @@ def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class OwnModel:
     """An observer of a `TransformerLM` that adds to a tally what the model shows while it runs.
 
-    The model calls `embedding`, then `attention` and `block` in each block. It has the same
-    attributes as `hf.Capture`, so that `measure` and surgery use either one.
+    The model calls `embedding`, then `attention` and `block` in each block. It has what
+    `measure` needs of `hf.Capture`; surgery tells the two apart.
     """
 
     path = "dense"  # how alpha is computed

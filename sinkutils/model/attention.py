@@ -45,7 +45,7 @@ SIMILARITIES: dict[str, Map] = {
 # log f, without overflow, for every f that is positive
 LOGARITHMS = {
     "exp": lambda s: s,
-    # beyond its threshold, softplus(x) returns x: the error e^-x is below float64's from 40 on
+    # beyond its threshold, softplus(x) returns x: from 40 on, the error e^-x is below float64's rounding
     "sigmoid": lambda s: -F.softplus(-s, threshold=40),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
@@ -170,7 +170,7 @@ class AttentionSpec:
 
     @property
     def signed(self) -> bool:
-        """Whether similarities can be negative. The sink metric then needs proxy scores."""
+        """Whether similarities can be negative."""
         return self.similarity == "linear" and self.kernel in ("identity", "mlp")
 
 
@@ -368,7 +368,7 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
     logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
     peak = peak.masked_fill(~peak.isfinite(), 0)  # in a row that sees no key
-    if spec.normalizer == "max_abs_sum":  # Z_i is at least 1, and so is the number per row
+    if spec.normalizer == "max_abs_sum":  # Z_i is at least 1, so e^peak must be, too
         peak = peak.clamp(min=0)
     return (logs - peak).exp(), (-peak).exp()
 

@@ -11,7 +11,7 @@ T is one more than the number of ids.
     block(layer, hidden, before_norm)         h^l, and h^l before the last norm of a post-norm block
                                               (for other blocks, h^l again)
 
-An observer may also change these tensors in place: an intervention is written in this way.
+An observer may also change them in place, as surgery does with q, k and v.
 """
 
 from __future__ import annotations
@@ -481,7 +481,7 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         is_integer = ids.dtype in (torch.int64, torch.int32)
         valid = is_integer and B > 0 and 1 <= T <= longest
     # The range is not checked on a GPU, where the host would have to wait for the result, nor
-    # inside vmap, where values cannot be read. There the embedding itself refuses bad ids.
+    # inside vmap, where values cannot be read. There the embedding fails, on a GPU for good.
     if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
         low, high = ids.aminmax()
         valid = bool(low >= 0) and bool(high <= last)

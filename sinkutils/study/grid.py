@@ -7,7 +7,7 @@ their order. data/paper/pretraining.csv has the paper's values beside the names 
 
 Learning rates, steps, batch sizes, windows, d_a and amounts of data scale with the preset
 (`_scaled`). Weight decay, prefix, positions, alpha, p, m and numbers of heads are those of the
-paper. The warm-up is that of the preset. A window w < T hides x_1 from most of the T queries of the
+paper. The warm-up is that of the preset. A window w < T hides x_1 from T - w of the T queries of the
 metric, so that alpha_1 <= w / T. So the window experiments measure at T <= C / 4 (in the paper T is
 64 and C is 2048).
 
@@ -113,7 +113,7 @@ class Experiment:
     def rows(self) -> list[dict[str, str]]:
         """The rows that the paper has for this run, in the paper's order.
 
-        A cell is empty where the paper's text has lost it.
+        A cell is empty where our copy of the paper's text lacks it.
         """
         names = [self.name]
         if self.name == "default":  # the paper's base
@@ -338,7 +338,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     {"times": 2} is twice the base's value, `old`. With "of", another number is multiplied instead:
     {"times": 1/4, "of": "context"} is a quarter of the context length, but at most the base's value
     if there is one. A count stays a whole number. A value that is no dict is used as it is.
-    base: the model of the base.
+    base: the model before this change.
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
@@ -358,8 +358,10 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         reference = scale.four_epochs
     elif of == "minus_log_context":
         reference = -math.log(context)
-    else:
+    elif of is None:
         reference = old
+    else:
+        raise ValueError(f"a change cannot be a multiple of {of!r}")
     # A count is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):

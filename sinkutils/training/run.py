@@ -1,7 +1,7 @@
 """The state of one pre-training run between two optimiser steps.
 
 Each use of random numbers has a generator of its own. That of the weights depends on the seed, that
-of the order of the chunks on the seed and the step, and that of the evaluation is always the same.
+of the order of the chunks on the seed and the epoch, and that of the evaluation is always the same.
 So two runs with one seed differ only in what their configs say.
 """
 
@@ -49,9 +49,9 @@ class CrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of logits (N, V) and targets (N,) in nats.
 
     The forward pass keeps the logits, in their own precision, and their log-sum-exp (lse). From
-    these the backward pass computes the gradient in one pass over the logits. When a step of a
-    small model is compiled on a CPU, it takes a fifth less time than with F.cross_entropy, or with
-    a gradient that is computed in the forward pass.
+    these the backward pass computes the gradient in one pass over the logits. Compiled on a CPU, a
+    small model's step takes a fifth less time than with F.cross_entropy, or with a gradient that is
+    computed in the forward pass.
     """
 
     @staticmethod
@@ -389,7 +389,7 @@ class Run:
 def sinks(report: Report) -> Json:
     """The sinks of a point of the curve: Sink_k in percent, excess, and numbers of x_1 by block.
 
-    The numbers of x_1 are its largest element and the norm of its value (Section 3.1).
+    The numbers of x_1 are its largest element and its value's norm, as ratios (Section 3.1).
     """
     numbers: Json = {}
     for k in CURVE_TARGETS:

@@ -59,7 +59,7 @@ def train(
     """Train one run to its end and write its record. If there is a record already, return it.
 
     A run that was killed continues from its last checkpoint. On one kind of CPU it ends with the
-    same record, bit for bit. A run that diverges is recorded with status "failed" and the reason.
+    same metrics, bit for bit. A run that diverges is recorded with status "failed" and the reason.
     On a CPU a run uses one thread, so that its numbers depend neither on the number of cores nor on
     other processes. Raises `RunLocked` while another process is training the same run.
 
@@ -368,7 +368,7 @@ def _state_of(run: Run, path: Path) -> Json:
 
 @contextlib.contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """A context manager that makes results reproducible, and restores all settings at its end.
+    """A context manager that makes results reproducible, and restores PyTorch's settings at its end.
 
     On a CPU it allows one thread, because sums depend on the number of threads. On CUDA it selects
     PyTorch's deterministic kernels; an operation that has none causes a warning with its name. Even
@@ -396,5 +396,5 @@ def reproducible(device: torch.device) -> Iterator[None]:
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of machine, without its name: cpu, or the GPU's product name."""
+    """The device's kind: cpu, or the GPU's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -167,6 +167,11 @@ def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(
     grid._all.cache_clear()
     with refused("'wrong' is not available at preset 'minute': similarity must be one of"):
         unavailable("minute")
+    misspelt = {"model.attention.window": {"times": 0.5, "of": "contxt"}}
+    monkeypatch.setitem(EXPERIMENTS, "wrong", Experiment("wrong", "6", "of nothing", misspelt))
+    grid._all.cache_clear()
+    with refused("cannot be a multiple of 'contxt'"):
+        unavailable("minute")
     grid._all.cache_clear()
 
 

@@ -397,6 +397,18 @@ def test_only_a_transplant_needs_a_position_more_than_the_text_has():
     refuses("321 positions, and the model has learned 320", transplant, model, ids, ids[:, :4])
 
 
+def test_of_a_model_with_a_sink_token_h_1_is_set_back_and_not_the_state_of_the_sink_token():
+    model = own_model(sink_token=True)
+    ids = tokens(2, LENGTH, least=3)
+
+    def by_hand(h):  # (B, 1 + T, d), x* in front
+        h[:, 1, 4] = h[:, 2:, 4].mean(dim=1)
+        return h
+
+    expected = edit(model, ids, "block", by_hand, layers=[0]).losses
+    assert torch.equal(set_back(model, ids, 0, [4]).losses, expected)
+
+
 def test_surgery_is_public():
     assert sinkutils.surgery.edit is edit
     assert {"hide", "stream", "transplant", "set_back"} <= set(dir(sinkutils.surgery))
