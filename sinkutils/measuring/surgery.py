@@ -13,8 +13,8 @@ Nothing is trained, and afterwards the model is in its original state. Attention
 and accept only the latter.
 
 On a model of transformers the check of `measure` runs first, on at most 16 tokens. An operation
-that needs a cache also runs one token. Layers, blocks and hidden dimensions count from 0, as in `measure`,
-and positions from 1.
+that needs a cache also runs one token. Layers, blocks and hidden dimensions count from 0, as in
+`measure`, and positions from 1.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Outcome:
 def untouched(model: nn.Module, ids: Tensor, last: int | None = None) -> Outcome:
     """Run the unchanged model on ids (samples, T), as the baseline of every operation.
 
-    last: how many tokens at the end are predicted; None: all but the
-        first. With a large vocabulary, the logits of a long text cost as much as all blocks.
+    last: how many tokens at the end are predicted; None: all but the first. With a large
+        vocabulary, the logits of a long text cost as much as all blocks.
 
     Like all functions here, it raises ValueError for a model whose attention is not read through
     transformers' interface. The functions that need a cache also refuse a model that keeps anything
@@ -107,7 +107,7 @@ def edit(
     """
     choice("place", place, PLACES)
     with operating(model, ids) as source, ExitStack() as hooks:
-        every = [*range(len(source.blocks))]
+        every = list(range(len(source.blocks)))
         if place in ("query", "key", "value"):
             every = sorted(source.layers.values())  # a hybrid model has blocks without attention
         chosen = integers("layers", every if layers is None else layers, 0, every[-1])

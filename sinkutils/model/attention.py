@@ -45,7 +45,8 @@ SIMILARITIES: dict[str, Map] = {
 # log f, without overflow, for every f that is positive
 LOGARITHMS = {
     "exp": lambda s: s,
-    # beyond its threshold, softplus(x) returns x: from 40 on, the error e^-x is below float64's rounding
+    # beyond its threshold, softplus(x) returns x: from 40 on, the error e^-x is below the rounding
+    # of float64
     "sigmoid": lambda s: -F.softplus(-s, threshold=40),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }

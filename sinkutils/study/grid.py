@@ -7,9 +7,9 @@ their order. data/paper/pretraining.csv has the paper's values beside the names 
 
 Learning rates, steps, batch sizes, windows, d_a and amounts of data scale with the preset
 (`_scaled`). Weight decay, prefix, positions, alpha, p, m and numbers of heads are those of the
-paper. The warm-up is that of the preset. A window w < T hides x_1 from T - w of the T queries of the
-metric, so that alpha_1 <= w / T. So the window experiments measure at T <= C / 4 (in the paper T is
-64 and C is 2048).
+paper. The warm-up is that of the preset. A window w < T hides x_1 from T - w of the T queries of
+the metric, so that alpha_1 <= w / T. So the window experiments measure at T <= C / 4 (in the paper
+T is 64 and C is 2048).
 
 At a small scale two experiments may come to the same run. For example, d_a = 1 and d_a = 2 coincide
 when they are scaled to a head of 16 dimensions. Such a run is trained once, under the name of the

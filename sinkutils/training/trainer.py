@@ -368,7 +368,7 @@ def _state_of(run: Run, path: Path) -> Json:
 
 @contextlib.contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """A context manager that makes results reproducible, and restores PyTorch's settings at its end.
+    """A context that makes results reproducible, and restores PyTorch's settings at its end.
 
     On a CPU it allows one thread, because sums depend on the number of threads. On CUDA it selects
     PyTorch's deterministic kernels; an operation that has none causes a warning with its name. Even
