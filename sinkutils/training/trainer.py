@@ -152,6 +152,14 @@ def save_run(
 
     reason: why the run failed, or None. report: the report of its last evaluation, or None.
     """
+    arrays = {}
+    if run.alphas:
+        arrays["curve"] = torch.stack(run.alphas)
+    if report is not None:
+        # alpha_1 of every text, from which Sink_1 can be computed again: (n, 1, L, H)
+        arrays["final"] = report.alpha[:, :1].float()
+        if report.star is not None:
+            arrays["star"] = report.star.float()  # (n, L, H)
     return write_record(
         folder,
         run.config,
@@ -160,7 +168,7 @@ def save_run(
         weights=run.model.state_dict() if keep_weights else None,
         tokenizer=run.tokenizer if keep_weights else None,
         corpus=run.corpus.identity,
-        arrays={"curve": torch.stack(run.alphas)} if run.alphas else None,
+        arrays=arrays or None,
     )
 
 
