@@ -157,9 +157,9 @@ def save_run(
         arrays["curve"] = torch.stack(run.alphas)
     if report is not None:
         # alpha_1 of every text, from which Sink_1 can be computed again: (n, 1, L, H)
-        arrays["final"] = report.alpha[:, :1].float()
+        arrays["final"] = report.alpha[:, :1].float().contiguous()
         if report.star is not None:
-            arrays["star"] = report.star.float()  # (n, L, H)
+            arrays["star"] = report.star.float().contiguous()  # (n, L, H)
     return write_record(
         folder,
         run.config,
