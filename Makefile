@@ -57,7 +57,7 @@ lint: $(VENV)/.installed
 
 # What the study trains on, whose making shows its progress.
 text: $(VENV)/.installed
-	$(BIN)/python -c "from sinkutils.data.corpus import load_corpus; load_corpus('docstrings', 1024)"
+	$(BIN)/python -c "from sinkutils.study.corpus import load_corpus; load_corpus('docstrings', 1024)"
 
 # What takes longest first, so that both processes end together.
 test: $(VENV)/.installed

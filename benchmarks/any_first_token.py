@@ -25,13 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sinkutils import paths
-from sinkutils.data.corpus import Corpus, load_corpus
-from sinkutils.data.probes import probe
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import from_dict
+from sinkutils.study.corpus import Corpus, load_corpus
 from sinkutils.study.store import Runs
 
 RECORD = "gpu/default_constant_lr_steps_13638/0"

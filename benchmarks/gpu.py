@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
-from sinkutils.data.corpus import load_corpus
+from sinkutils.study.corpus import load_corpus
+from sinkutils.study.graph import GraphedStep
 from sinkutils.study.grid import PRESETS, config
-from sinkutils.training.graph import GraphedStep
-from sinkutils.training.run import Run, usable_precision
-from sinkutils.training.trainer import device_name, reproducible
+from sinkutils.study.run import Run, usable_precision
+from sinkutils.study.trainer import device_name, reproducible
 
 GIB = 2**30
 FORMS = ("eager", "graph", "compiled", "compiled graph")

@@ -23,12 +23,12 @@ import torch
 from open_lms import EPSILONS, add, summary
 from scores import evaluate
 
-from sinkutils.data import embedded
-from sinkutils.data.probes import bos_id, encode, probe
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import bos_id, encode, probe
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.subject import BOS, TEXT
+from sinkutils.study import embedded
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
 DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32

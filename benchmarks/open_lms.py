@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from sinkutils import paths
-from sinkutils.data.corpus import load_corpus
-from sinkutils.data.probes import PROBES, bos_id, encode
+from sinkutils.measuring.probes import PROBES, bos_id, encode
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Kept, Report
 from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
 from sinkutils.plots.report import SAMPLE
+from sinkutils.study.corpus import load_corpus
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)

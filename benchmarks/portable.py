@@ -57,7 +57,7 @@ def run(capability: str, threads: int, only: list[str], scratch: Path) -> dict[s
     command += ["--nbval-sanitize-with", "notebooks/nbval_sanitize.cfg", f"--junitxml={counts}"]
     env = environment(capability, threads, home) | {"PYTHONPATH": str(clone)}
     # As `make test` does: the text's making shows its progress, which would be a page's output.
-    text = "from sinkutils.data.corpus import load_corpus; load_corpus('docstrings', 1024)"
+    text = "from sinkutils.study.corpus import load_corpus; load_corpus('docstrings', 1024)"
     subprocess.run([sys.executable, "-c", text], cwd=clone, env=env, check=True)
     subprocess.run([*command, *files], cwd=clone, env=env)
     suite = ElementTree.parse(counts).getroot()[0]

@@ -20,7 +20,7 @@ from bench import ROOT, keep, parser
 TEN_MORE = "attrs requests click jinja2 scipy rich pytz docutils simplejson tabulate".split()
 HASHES = """
 import hashlib, json
-from sinkutils.data import corpus, embedded
+from sinkutils.study import corpus, embedded
 found = {"versions": embedded.text_versions()}
 for name, documents in corpus.EMBEDDED.items():
     digest, count, characters = hashlib.sha256(), 0, 0

@@ -1,11 +1,5 @@
 """The public names with their types, for editors and type checkers: `__init__.py` loads them on first use."""
 
-from sinkutils.data.corpus import load_corpus as load_corpus
-from sinkutils.data.probes import probe as probe
-from sinkutils.ledger.frames import blocks as blocks
-from sinkutils.ledger.frames import curves as curves
-from sinkutils.ledger.frames import heads as heads
-from sinkutils.ledger.frames import runs as runs
 from sinkutils.ledger.table import claim_checks as claim_checks
 from sinkutils.ledger.table import claims as claims
 from sinkutils.ledger.table import verdict as verdict
@@ -14,6 +8,7 @@ from sinkutils.measuring.callback import SinkCallback as SinkCallback
 from sinkutils.measuring.compare import compare as compare
 from sinkutils.measuring.load import load_lm as load_lm
 from sinkutils.measuring.measure import measure as measure
+from sinkutils.measuring.probes import probe as probe
 from sinkutils.model.attention import AttentionSpec as AttentionSpec
 from sinkutils.model.attention import attend as attend
 from sinkutils.model.decoder import LMConfig as LMConfig
@@ -25,9 +20,14 @@ from sinkutils.plots.report import report_model as report_model
 from sinkutils.plots.report import report_page as report_page
 from sinkutils.plots.theme import save as save
 from sinkutils.plots.theme import theme as theme
+from sinkutils.study.corpus import load_corpus as load_corpus
+from sinkutils.study.frames import blocks as blocks
+from sinkutils.study.frames import curves as curves
+from sinkutils.study.frames import heads as heads
+from sinkutils.study.frames import runs as runs
 from sinkutils.study.grid import config as config
 from sinkutils.study.grid import experiments as experiments
 from sinkutils.study.store import record as record
-from sinkutils.training.trainer import train as train
+from sinkutils.study.trainer import train as train
 
 __version__: str

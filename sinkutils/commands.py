@@ -154,8 +154,8 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
-    from sinkutils.training.sweep import end_with_parent
-    from sinkutils.training.trainer import train
+    from sinkutils.study.sweep import end_with_parent
+    from sinkutils.study.trainer import train
 
     end_with_parent()  # if a sweep started this process, stop when the sweep is killed
     run = config(options.experiment, options.preset, options.seed)
@@ -197,7 +197,7 @@ def sweep_options(command: Parser) -> None:
 
 def sweep_command(options: argparse.Namespace) -> int:
     """train every missing record, most informative first; safe to kill and to start twice"""
-    from sinkutils.training.sweep import estimate, sweep
+    from sinkutils.study.sweep import estimate, sweep
 
     which = chosen(options, "seeds", "only", "runs", "corpus")
     if options.dry_run:
@@ -292,9 +292,9 @@ def measure_command(options: argparse.Namespace) -> None:
     import pandas as pd
 
     from sinkutils.checks import require
-    from sinkutils.data.external import read_texts
     from sinkutils.measuring.report import check_epsilons, check_targets
     from sinkutils.measuring.subject import BOS, subject
+    from sinkutils.study.external import read_texts
 
     # The options are checked before a model is loaded, which may take long.
     check_targets(options.targets, options.length)
@@ -349,12 +349,12 @@ def report_options(command: Parser) -> None:
 def report_command(options: argparse.Namespace) -> None:
     """write a page about a model, as one self-contained HTML file"""
     from sinkutils.checks import require
-    from sinkutils.data.external import read_texts
-    from sinkutils.data.probes import SEQUENCES
     from sinkutils.measuring.load import WithoutTokenizer, load_lm
     from sinkutils.measuring.measure import measure
+    from sinkutils.measuring.probes import SEQUENCES
     from sinkutils.paths import replace_file, replaceable
     from sinkutils.plots.report import natural, report_model
+    from sinkutils.study.external import read_texts
 
     # The options are checked before the measurement, which may take an hour.
     folder = replaceable(options.output).parent

@@ -23,11 +23,11 @@ import yaml
 from card_out import add
 from stacked import alike, train_stacked
 
-from sinkutils.data.corpus import verified
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
+from sinkutils.study.corpus import verified
 from sinkutils.study.record import Record
-from sinkutils.training.trainer import train
+from sinkutils.study.trainer import train
 
 RUNS = Path("/tmp/card-runs")  # outside of the tree; a second call on the machine finds them
 
@@ -37,7 +37,7 @@ def start_worker(corpora: list[str], graph: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from sinkutils.data.corpus import Corpus
+    from sinkutils.study.corpus import Corpus
 
     torch.set_num_threads(1)
     global TEXTS, GRAPH
@@ -180,9 +180,9 @@ def snapshots(config, steps: list[int], line: str) -> dict:
     from safetensors.torch import save_file
 
     from sinkutils.checks import device
-    from sinkutils.training.graph import GraphedStep
-    from sinkutils.training.run import Run
-    from sinkutils.training.trainer import reproducible
+    from sinkutils.study.graph import GraphedStep
+    from sinkutils.study.run import Run
+    from sinkutils.study.trainer import reproducible
 
     began = time.time()
     folder = RUNS / "lab" / config.experiment

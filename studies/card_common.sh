@@ -32,7 +32,7 @@ sys.exit("missing packages: " + ", ".join(missing) if missing else 0)' \
 # The folder of token files of a packed text: unpacked FILE VOCABULARY. It is kept for the next call on this machine.
 unpacked() { $PYTHON -c '
 import sys
-from sinkutils.data.corpus import load_corpus
+from sinkutils.study.corpus import load_corpus
 print(load_corpus("packed:" + sys.argv[1], int(sys.argv[2])).folder)' "$CARD/$1" "$2" || stop "$1 cannot be unpacked"; }
 
 # NVIDIA's multi-process service, which may run from an earlier call; without it a GPU serves one process at a time.

@@ -24,11 +24,11 @@ from card_out import add
 from safetensors.torch import save_file
 
 from sinkutils.checks import device as find_device
-from sinkutils.data.corpus import Corpus
 from sinkutils.study import grid
-from sinkutils.training.graph import GraphedStep
-from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
+from sinkutils.study.corpus import Corpus
+from sinkutils.study.graph import GraphedStep
+from sinkutils.study.run import Run, next_token_loss
+from sinkutils.study.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
 
 RUNS = Path("/tmp/card-long")
 PART_BYTES = 2**21  # of weights: small parts leave no large gap at the end of an archive

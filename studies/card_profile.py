@@ -13,11 +13,11 @@ from stacked import Stack
 from torch.nn.attention import SDPBackend
 
 from sinkutils.checks import device as find_device
-from sinkutils.data.corpus import Corpus
 from sinkutils.study import grid
-from sinkutils.training.graph import GraphedStep
-from sinkutils.training.run import Run
-from sinkutils.training.trainer import reproducible
+from sinkutils.study.corpus import Corpus
+from sinkutils.study.graph import GraphedStep
+from sinkutils.study.run import Run
+from sinkutils.study.trainer import reproducible
 
 preset, folder, *sizes = sys.argv[1:]
 device, corpus = find_device(os.environ.get("CARD_DEVICE", "cuda")), Corpus(Path(folder))

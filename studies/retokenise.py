@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from sinkutils.data.corpus import SPLITS, Corpus, verified
+from sinkutils.study.corpus import SPLITS, Corpus, verified
 
 source, target = Corpus(Path(sys.argv[1])), Path(sys.argv[2])
 tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))

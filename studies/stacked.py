@@ -19,15 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
-from sinkutils.data.corpus import Corpus
 from sinkutils.measuring.report import Report
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.corpus import Corpus
+from sinkutils.study.graph import GraphedStep
 from sinkutils.study.record import Record
+from sinkutils.study.run import Run, make_optimizers, set_rate, without
 from sinkutils.study.store import Folder, Runs
-from sinkutils.training.graph import GraphedStep
-from sinkutils.training.run import Run, make_optimizers, set_rate, without
-from sinkutils.training.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
+from sinkutils.study.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
 
 
 def alike(config: RunConfig) -> tuple:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from sinkutils import LMConfig, paths
-from sinkutils.data.corpus import Corpus, load_corpus, verified, write_meta
-from sinkutils.data.packing import DataConfig
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, TrainConfig
+from sinkutils.study.corpus import Corpus, load_corpus, verified, write_meta
+from sinkutils.study.packing import DataConfig
 
 WORDS = (
     "attention sink token head query key value softmax norm layer model train loss data first second weight decay "

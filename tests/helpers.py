@@ -26,7 +26,7 @@ from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.paths import ROOT
 from sinkutils.study.grid import EXPERIMENTS, config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
-from sinkutils.training.run import Run
+from sinkutils.study.run import Run
 
 CPU = torch.device("cpu")
 END = {"step": 60, "sink_1": 0.0, "valid_loss": 3.0}  # the least that the end of a run may say

@@ -19,11 +19,11 @@ from make_lab import LAB, PAGE, data_of, write_page
 from safetensors.numpy import load_file
 
 import sinkutils as su
-from sinkutils.data.packing import fix_position
 from sinkutils.paths import read_yaml
 from sinkutils.plots.figures import token_label
 from sinkutils.plots.interactive import maps_of
 from sinkutils.study.config import RunConfig
+from sinkutils.study.packing import fix_position
 
 CHECKPOINTS = LAB.parents[1] / "data" / "lab"
 MODELS = ("fixed_1", "k_bias", "sigmoid", "default", "learnable_random_1_unscored")

@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 
-from sinkutils.ledger.frames import by_block
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
+from sinkutils.study.frames import by_block
 
 Numbers = dict[str, float]
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from sinkutils.checks import choice
-from sinkutils.data.corpus import Corpus
-from sinkutils.data.packing import fix_position
-from sinkutils.data.probes import probe
-from sinkutils.data.tokenizer import bos_id, special_ids
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import probe
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
+from sinkutils.measuring.tokenizer import bos_id, special_ids
+from sinkutils.study.corpus import Corpus
+from sinkutils.study.packing import fix_position
 from sinkutils.study.record import read_record
 from sinkutils.study.store import Runs
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from sinkutils import checks
 from sinkutils.checks import choice, require
-from sinkutils.data.corpus import public_name
-from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
+from sinkutils.study.corpus import public_name
+from sinkutils.study.packing import DataConfig
 
 Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
 # Is raised by hand when a change to the trainer or the model changes the numbers of the runs.

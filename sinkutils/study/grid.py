@@ -29,7 +29,6 @@ from functools import lru_cache
 from typing import Any
 
 from sinkutils.checks import choice
-from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
 from sinkutils.study.config import (
@@ -40,6 +39,7 @@ from sinkutils.study.config import (
     config_hash,
     from_dict,
 )
+from sinkutils.study.packing import DataConfig
 
 # The "section" of experiments from later papers (data/paper/after_paper.csv). The paper has seven.
 AFTER_PAPER = "8"

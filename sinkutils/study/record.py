@@ -42,11 +42,11 @@ from torch import Tensor
 
 from sinkutils import paths
 from sinkutils.checks import first_line, require
-from sinkutils.data.corpus import Identity
-from sinkutils.data.tokenizer import open_tokenizer
+from sinkutils.measuring.tokenizer import open_tokenizer
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import not_saved, sync_folder, write_synced
 from sinkutils.study.config import Json, RunConfig, config_dict, from_dict, upgrade
+from sinkutils.study.corpus import Identity
 from sinkutils.study.schema import Metrics
 
 RULES = 4  # is raised by hand when the rules by which the ledger judges change

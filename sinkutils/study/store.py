@@ -19,8 +19,8 @@ from filelock import FileLock, Timeout
 
 from sinkutils import paths
 from sinkutils.checks import integer
-from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RECIPE, RunConfig, check_name, config_dict
+from sinkutils.study.corpus import Identity, public_name
 from sinkutils.study.grid import EXPERIMENTS, PRESETS, config, find_preset, plan, resolve
 from sinkutils.study.record import (
     FILES,

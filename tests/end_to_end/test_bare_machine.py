@@ -11,10 +11,10 @@ from conftest import SMOKE
 from helpers import CPU, environment
 
 from sinkutils import config
-from sinkutils.data.corpus import pack_corpus
+from sinkutils.study.corpus import pack_corpus
 from sinkutils.study.record import read_record, record_folder
+from sinkutils.study.run import Run
 from sinkutils.study.store import Runs
-from sinkutils.training.run import Run
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import sinkutils as su
-from sinkutils.data.packing import fix_position
 from sinkutils.model.attention import rotate
+from sinkutils.study.packing import fix_position
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
 PAGE = LAB / "index.html"

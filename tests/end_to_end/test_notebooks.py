@@ -195,7 +195,7 @@ def test_progress_in_a_notebook_is_text_as_a_saved_widget_would_be_not_found(tmp
     build("llama").save_pretrained(tmp_path / "model")
     code = f"""
 import sinkutils as su
-from sinkutils.data.corpus import load_corpus
+from sinkutils.study.corpus import load_corpus
 _ = su.load_lm({str(tmp_path / "model")!r})
 _ = load_corpus("path:{text_folder}", 300, cache_dir={str(tmp_path)!r})
 """

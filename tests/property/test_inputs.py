@@ -22,13 +22,12 @@ from small_models import build, eager_alpha
 from torch.testing import assert_close
 
 from sinkutils import LMConfig, TransformerLM, measure
-from sinkutils.data import corpus as corpora
-from sinkutils.data import external
-from sinkutils.data.packing import DataConfig
-from sinkutils.data.probes import PROBES, probe
+from sinkutils.measuring.probes import PROBES, probe
 from sinkutils.model import fast
 from sinkutils.model.attention import OPERATION_CHOICES, AttentionSpec, attend
 from sinkutils.model.decoder import MODEL_CHOICES
+from sinkutils.study import corpus as corpora
+from sinkutils.study import external
 from sinkutils.study.config import (
     PRECISIONS,
     RunConfig,
@@ -37,6 +36,7 @@ from sinkutils.study.config import (
     from_dict,
     learning_rate,
 )
+from sinkutils.study.packing import DataConfig
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}

@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerFast
 from sinkutils import __version__, config, experiments, load_lm, measure, probe, train
 from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
-from sinkutils.data.packing import fix_position
-from sinkutils.data.tokenizer import special_ids
 from sinkutils.measuring.load import WithoutTokenizer
+from sinkutils.measuring.tokenizer import special_ids
 from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural
+from sinkutils.study.packing import fix_position
 from sinkutils.study.store import Runs
 
 
@@ -247,7 +247,7 @@ def test_the_command_measure_gives_what_it_is_asked(
 @pytest.mark.slow
 def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp_path, monkeypatch):
     texts = []
-    take = "sinkutils.training.trainer.load_corpus"
+    take = "sinkutils.study.trainer.load_corpus"
     monkeypatch.setattr(take, lambda name, *_, **__: texts.append(name) or corpus)
     usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
@@ -280,7 +280,7 @@ def test_what_goes_on_where_it_was_says_so_when_stopped(command, goes_on, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sinkutils.pages.run_notebooks", stop)
-    monkeypatch.setattr("sinkutils.training.sweep.estimate", stop)
+    monkeypatch.setattr("sinkutils.study.sweep.estimate", stop)
     assert main(command.split()) == 130
     assert ("run the same command again" in capsys.readouterr().err) == goes_on
 

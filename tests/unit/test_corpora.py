@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 from helpers import refused, refuses
 
-from sinkutils.data import corpus as corpora
-from sinkutils.data import embedded, external
-from sinkutils.data.corpus import (
+from sinkutils.measuring.probes import probe
+from sinkutils.measuring.tokenizer import train_tokenizer
+from sinkutils.study import corpus as corpora
+from sinkutils.study import embedded, external
+from sinkutils.study.corpus import (
     CORPORA,
     SPLITS,
     load_corpus,
@@ -30,8 +32,6 @@ from sinkutils.data.corpus import (
     write_meta,
     written_whole,
 )
-from sinkutils.data.probes import probe
-from sinkutils.data.tokenizer import train_tokenizer
 
 STRANGE = [
     "<eos> <bos> and <fix> are written here, as text " * 5,
@@ -318,7 +318,7 @@ def test_another_tokenizer_has_its_own_eos_and_x_fix(text_folder, corpus, tmp_pa
     def without_network(name):
         raise Exception(f"{name}: no route")
 
-    from_hub = "sinkutils.data.tokenizer.Tokenizer.from_pretrained"
+    from_hub = "sinkutils.measuring.tokenizer.Tokenizer.from_pretrained"
     monkeypatch.setattr(from_hub, without_network, raising=False)
     with refused(r"'EleutherAI/gpt-neox-20b' could not be read .*no route", ConnectionError):
         load(f"path:{text_folder}", tmp_path / "cache", 50_432, tokenizer="EleutherAI/gpt-neox-20b")
@@ -421,7 +421,7 @@ class A:  # a remark
         'Class """docstring""".',
         "Function \\d.",
     ]
-    code = "import sys; from sinkutils.data import embedded; assert embedded.docstrings_of(sys.stdin.read()) == []"
+    code = "import sys; from sinkutils.study import embedded; assert embedded.docstrings_of(sys.stdin.read()) == []"
     source = '"""' + 'a "b" \\ c' * 20_000
     # Exponential backtracking would not end.
     subprocess.run([sys.executable, "-c", code], input=source, text=True, check=True, timeout=120)

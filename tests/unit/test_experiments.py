@@ -9,7 +9,6 @@ import pytest
 from helpers import refused, refuses
 
 from sinkutils import claim_checks
-from sinkutils.data.packing import DataConfig
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import PAPER
@@ -27,6 +26,7 @@ from sinkutils.study.grid import (
     resolve,
     unavailable,
 )
+from sinkutils.study.packing import DataConfig
 from sinkutils.study.store import Runs
 
 REPORTED = pd.read_csv(PAPER / "pretraining.csv")

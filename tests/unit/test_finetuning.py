@@ -16,20 +16,19 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from sinkutils import TransformerLM, experiments, load_corpus, train
-from sinkutils.data import instructions
-from sinkutils.data.instructions import (
+from sinkutils.study import grid, instructions
+from sinkutils.study.config import FinetuneConfig
+from sinkutils.study.finetune import FinetuneRun, answer_loss
+from sinkutils.study.grid import PRESETS, config, keeps_weights, plan
+from sinkutils.study.instructions import (
     IGNORED,
     Layout,
     conversations,
     encode_conversation,
     make_pairs,
 )
-from sinkutils.study import grid
-from sinkutils.study.config import FinetuneConfig
-from sinkutils.study.grid import PRESETS, config, keeps_weights, plan
 from sinkutils.study.record import Record, rounded
 from sinkutils.study.store import Runs
-from sinkutils.training.finetune import FinetuneRun, answer_loss
 
 SOURCE = '''"""A module about nothing."""
 

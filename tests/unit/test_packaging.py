@@ -19,10 +19,9 @@ from packaging.requirements import Requirement
 
 import sinkutils as su
 from sinkutils.commands import parser
-from sinkutils.data import embedded
 from sinkutils.ledger.claims_file import read_claims
 from sinkutils.paths import OPEN_LMS, PAPER, ROOT
-from sinkutils.study import grid
+from sinkutils.study import embedded, grid
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -138,7 +137,7 @@ def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim(tmp_path):
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
     package = ROOT / "sinkutils"
-    rooms = ("model", "data", "study", "measuring", "training", "ledger", "plots")
+    rooms = ("model", "measuring", "plots", "study", "ledger")
     paths = {}
     for path in package.rglob("*.py"):
         paths[".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts))] = path

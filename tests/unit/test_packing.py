@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import CPU, refuses
 
-from sinkutils.data.packing import Chunks, DataConfig, fix_position
+from sinkutils.study.packing import Chunks, DataConfig, fix_position
 
 C = 32
 

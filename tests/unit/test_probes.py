@@ -11,11 +11,17 @@ from helpers import refused, refuses, word_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
-from sinkutils.data import corpus
-from sinkutils.data.external import read_texts
-from sinkutils.data.probes import PROBES, probe
-from sinkutils.data.tokenizer import bos_id, encode, marked_special, special_ids, train_tokenizer
+from sinkutils.measuring.probes import PROBES, probe
 from sinkutils.measuring.subject import Subject
+from sinkutils.measuring.tokenizer import (
+    bos_id,
+    encode,
+    marked_special,
+    special_ids,
+    train_tokenizer,
+)
+from sinkutils.study import corpus
+from sinkutils.study.external import read_texts
 
 RAW = word_tokenizer(40)
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]

@@ -9,10 +9,10 @@ from stacked import Stack, clip_each, train_stacked
 from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, TransformerLM
+from sinkutils.study import run as training_run
 from sinkutils.study.config import RunConfig
-from sinkutils.training import run as training_run
-from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import train
+from sinkutils.study.run import Run, next_token_loss
+from sinkutils.study.trainer import train
 
 STEPS = 20
 always, never = (lambda config: True), (lambda config: False)

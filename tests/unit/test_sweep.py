@@ -23,11 +23,11 @@ from sinkutils import config, paths, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
 from sinkutils.study import record as records_module
+from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
+from sinkutils.study.run import Run
 from sinkutils.study.store import Runs
-from sinkutils.training import sweep as sweep_module
-from sinkutils.training.run import Run
-from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
+from sinkutils.study.sweep import devices, engine, estimate, run_one, sweep
 
 pytestmark = pytest.mark.slow
 

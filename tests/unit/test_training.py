@@ -18,18 +18,18 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
-from sinkutils.data.packing import Chunks, DataConfig, fix_position
 from sinkutils.measuring.report import NotFinite, norm_ratio
+from sinkutils.study import run as training_run
+from sinkutils.study import trainer
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.final import NOT_KEPT, destinations, gradient_norms, line_breaks
+from sinkutils.study.graph import GraphedStep
 from sinkutils.study.grid import PRESETS, plan
+from sinkutils.study.packing import Chunks, DataConfig, fix_position
 from sinkutils.study.record import read_record, rounded
+from sinkutils.study.run import CrossEntropy, Run, instruction_set, next_token_loss
 from sinkutils.study.store import Runs
-from sinkutils.training import run as training_run
-from sinkutils.training import trainer
-from sinkutils.training.final import NOT_KEPT, destinations, gradient_norms, line_breaks
-from sinkutils.training.graph import GraphedStep
-from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
-from sinkutils.training.trainer import divergence, reproducible, train
+from sinkutils.study.trainer import divergence, reproducible, train
 
 
 def change(run: RunConfig, **changes) -> RunConfig:

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from sinkutils.checks import require
-from sinkutils.data.corpus import Corpus, load_corpus, public_name
-from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
-from sinkutils.data.probes import probe
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
+from sinkutils.study.corpus import Corpus, load_corpus, public_name
+from sinkutils.study.graph import GraphedStep
+from sinkutils.study.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.study.record import rounded
-from sinkutils.training.graph import GraphedStep
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.
 AHEAD = 16

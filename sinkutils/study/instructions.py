@@ -23,9 +23,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from sinkutils.data import embedded, external
-from sinkutils.data.packing import Batches
-from sinkutils.data.tokenizer import encode
+from sinkutils.measuring.tokenizer import encode
+from sinkutils.study import embedded, external
+from sinkutils.study.packing import Batches
 
 Conversation = list[dict[str, str]]
 # The paper's data set, and the split for fine-tuning.

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from sinkutils.checks import choice, first_line, integer, real
 from sinkutils.checks import device as find_device
-from sinkutils.data.corpus import Identity, load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.corpus import Identity, load_corpus, located
 from sinkutils.study.grid import config, find_preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkutils import checks
 from sinkutils.checks import require
-from sinkutils.data.corpus import Corpus
+from sinkutils.study.corpus import Corpus
 
 CPU = torch.device("cpu")
 # Each seed has several streams of random numbers: for the order of the rows, for redrawn tokens and

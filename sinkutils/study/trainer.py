@@ -23,22 +23,22 @@ from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
-from sinkutils.data.corpus import Corpus, Identity, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.paths import replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, config_hash
+from sinkutils.study.corpus import Corpus, Identity, load_corpus, public_name
+from sinkutils.study.final import summary
+from sinkutils.study.finetune import FinetuneRun
+from sinkutils.study.graph import GraphedStep
 from sinkutils.study.record import (
     CHECKPOINT_SECONDS,
     CorruptRecord,
     Record,
     write_record,
 )
+from sinkutils.study.run import Run, instruction_set
 from sinkutils.study.store import Folder, RunFolder, Runs
-from sinkutils.training.final import summary
-from sinkutils.training.finetune import FinetuneRun
-from sinkutils.training.graph import GraphedStep
-from sinkutils.training.run import Run, instruction_set
 
 CHECKPOINT = 2  # is raised when the contents of a checkpoint change
 DIGEST = hashlib.sha256().digest_size  # the bytes of the digest with which a checkpoint file begins

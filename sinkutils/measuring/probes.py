@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sinkutils.checks import instance, integer, require, short
-from sinkutils.data.corpus import Corpus, load_corpus
-from sinkutils.data.tokenizer import bos_id, encode, marked_special
+from sinkutils.measuring.tokenizer import bos_id, encode, marked_special
+from sinkutils.study.corpus import Corpus, load_corpus
 
 # The index of a kind enters its seed, so that a new kind may only be appended.
 PROBES = ("natural", "random", "repeat")

@@ -14,13 +14,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sinkutils.data.corpus import Corpus
-from sinkutils.data.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
-from sinkutils.data.tokenizer import special_ids
+from sinkutils.measuring.tokenizer import special_ids
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import FinetuneConfig
+from sinkutils.study.corpus import Corpus
+from sinkutils.study.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
 from sinkutils.study.record import WEIGHTS, Record
-from sinkutils.training.run import CrossEntropy, Run
+from sinkutils.study.run import CrossEntropy, Run
 
 
 def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> Tensor:

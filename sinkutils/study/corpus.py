@@ -27,15 +27,15 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from sinkutils.checks import choice, first_line, integer, require
-from sinkutils.data import embedded, external
-from sinkutils.data.embedded import split_fraction, text_digest
-from sinkutils.data.tokenizer import (
+from sinkutils.measuring.tokenizer import (
     SMALLEST_VOCABULARY,
     load_tokenizer,
     open_tokenizer,
     special_ids,
     train_tokenizer,
 )
+from sinkutils.study import embedded, external
+from sinkutils.study.embedded import split_fraction, text_digest
 
 # The share of the documents that the probe split gets, and again the valid split. The hash of its
 # text decides where a document goes.

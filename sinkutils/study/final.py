@@ -19,7 +19,7 @@ from sinkutils.measuring.report import BY_POSITION, Report
 from sinkutils.model.decoder import Attention, TransformerLM
 from sinkutils.study.config import Json
 from sinkutils.study.record import rounded
-from sinkutils.training.run import EPSILONS, NORM_DIGITS, Run
+from sinkutils.study.run import EPSILONS, NORM_DIGITS, Run
 
 NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # parts of a report
 FIRST_QUERY = 3  # for earlier queries, the first, the previous and the own token are not distinct

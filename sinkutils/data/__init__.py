@@ -1,1 +1,0 @@
-"""The data: corpora, tokenizers, chunks to train on, and probes to measure with."""

@@ -1,1 +1,0 @@
-"""The training: it takes a config and writes a record."""
