@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils import checks
 from sinkutils.checks import choice, real, require
+from sinkutils.model.config import SOFTMAX, AttentionSpec
 from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, visible
 
 Map = Callable[[Tensor], Tensor]
@@ -55,128 +54,8 @@ LOGARITHMS = {
 # product of two small values, such as e^-60 e^-60, is 0 in float32, and a row of zeros has no sum
 # to divide by.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
-OPERATION_CHOICES = {
-    # softpick (Zuhri et al. 2025): relu(e^s - 1) / sum |e^s - 1|, see `normalise`
-    "similarity": (*SIMILARITIES, "softpick"),
-    "kernel": (*KERNELS, "mlp"),
-    "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
-    "bias": ("none", "kv", "k", "v"),
-    "fixed_value": ("zero", "first", "uniform"),
-    "sink_logit": ("none", "zero", "learned"),
-}
-# The other position terms rotate q and k (rotary) or are added to the embeddings (absolute,
-# learnable). `relative` adds the number of T5's bucket itself, which grows with the distance, as
-# the authors' code does. `relative_learned` is T5's own term: a learned bias for each bucket and
-# head. Eq. 6 prints a third variant: see `relative_buckets`.
-ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
-POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
-
 NUM_BUCKETS = 32  # B of Eq. 6
 MAX_DISTANCE = 128  # D of Eq. 6
-
-# Fields that have a meaning only beside another field: (field, other field, the other's values)
-NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("p", "normalizer", ("p_norm",)),
-    ("kernel", "similarity", ("linear",)),
-    ("logit_bias", "similarity", ("sigmoid",)),
-    ("window", "prefix", (1,)),
-    ("bias_shared", "bias", ("kv", "k", "v")),
-    ("bias_dims", "bias", ("kv", "k")),
-    ("fixed_value", "bias", ("k",)),
-)
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The description of an attention operation; the defaults are causal softmax (Eq. 4).
-
-    Raises `ValueError`, which names the allowed values, for a combination that has no meaning.
-    """
-
-    similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
-    # phi, applied to q and k: identity, elu (plus one), mlp (one for q, k and all heads)
-    kernel: str = "identity"
-    # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
-    normalizer: str = "sum"
-    p: float = 1.0  # the p of p_norm (Eq. 43)
-    scale: float = 1.0  # alpha (Eq. 29), the sum of the weights of a row
-    bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
-    bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
-    # d_a: how many dimensions of k* are learned; the others are zero (Table 13)
-    bias_dims: int | None = None
-    # v* of bias='k' (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
-    fixed_value: str = "zero"
-    fixed_value_norm: float = 1.0  # m
-    window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
-    prefix: int = 1  # p: every query also sees the first p keys (Section 6)
-    logit_bias: float = 0.0  # b in sigmoid(s + b); Ramapuram et al. (2024) use -log C
-    # one more logit, which has no key and value: zero (softmax plus one), learned (one per head)
-    sink_logit: str = "none"
-    # A = A_1 - lambda A_2: two maps, from the even and the odd dimensions (Ye et al. 2024)
-    differential: bool = False
-
-    def __post_init__(self) -> None:
-        for name, allowed in OPERATION_CHOICES.items():
-            choice(name, getattr(self, name), allowed)
-        real("p", self.p, "positive and finite", more=True)
-        real("scale", self.scale, "positive and finite", more=True)
-        checks.fields(self, logit_bias=-torch.inf)
-        for name, other, values in NEEDS:
-            value = getattr(self, name)
-            default = getattr(AttentionSpec, name)
-            if value != default and getattr(self, other) not in values:
-                wanted = " or ".join(map(repr, values))
-                raise ValueError(f"{name}={value!r} needs {other} to be {wanted}")
-        has_sink_logit = self.sink_logit != "none"
-        if has_sink_logit and self.differential:
-            raise ValueError("sink_logit and differential cannot be combined")
-        plain = self.is_softmax and self.bias == "none"
-        if (has_sink_logit or self.differential) and not plain:
-            raise ValueError(
-                "sink_logit and differential each need a plain softmax: similarity='exp', "
-                "normalizer='sum', bias='none'"
-            )
-        if self.signed and self.normalizer not in ("none", "max_abs_sum"):
-            raise ValueError(
-                "similarity='linear' can be negative with this kernel and its sum zero: "
-                "normalizer must be 'none' or 'max_abs_sum'"
-            )
-        if self.similarity == "softpick" and self.normalizer != "sum":
-            raise ValueError("similarity='softpick' needs normalizer='sum'")
-        if self.bias == "v" and self.similarity == "linear":
-            raise ValueError("bias='v' needs rows of weights, which similarity='linear' has not")
-
-    @property
-    def is_softmax(self) -> bool:
-        """Whether the weights are a softmax, up to their scale."""
-        return self.similarity == "exp" and self.normalizer == "sum"
-
-    @property
-    def has_key_bias(self) -> bool:
-        """Whether a key k* stands before the sequence's own keys. Sink_* measures its weight."""
-        return self.bias in ("k", "kv")
-
-    @property
-    def has_star(self) -> bool:
-        """Whether column 0 of the weights belongs to k* or to a sink logit instead of a token."""
-        return self.has_key_bias or self.sink_logit != "none"
-
-    def f(self, logits: Tensor) -> Tensor:
-        """The similarity f of the logits, to which the logit bias is added first."""
-        return SIMILARITIES[self.similarity](logits + self.logit_bias)
-
-    @property
-    def hidden_is_zero(self) -> bool:
-        """Whether a hidden key gets the logit 0, because f(0) = 0, instead of -inf."""
-        return self.similarity in ("linear", "relu", "softpick")
-
-    @property
-    def signed(self) -> bool:
-        """Whether similarities can be negative."""
-        return self.similarity == "linear" and self.kernel in ("identity", "mlp")
-
-
-SOFTMAX = AttentionSpec()
 
 
 class Extras(NamedTuple):
@@ -189,6 +68,11 @@ class Extras(NamedTuple):
     mlp: Map | None = None  # phi, (..., D) -> (..., D), with kernel='mlp'
     sink_logit: Tensor | None = None  # (H,), with sink_logit='learned'
     mix: Tensor | None = None  # lambda of differential attention, a scalar
+
+
+def similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
+    """The similarity f of the logits, to which the logit bias is added first."""
+    return SIMILARITIES[spec.similarity](logits + spec.logit_bias)
 
 
 def attend(
@@ -228,8 +112,8 @@ def attend(
     """
     learned = Extras(**extras)
     k, v = one_key_per_query_head(q, k, v)
-    check_extras(q, v, spec, learned)
     start = check_start(q, k, start)
+    check_extras(q, v, spec, learned, max(k.shape[2], start + q.shape[2]))
     seen = seen_keys(q, k, spec, start, first_keys, documents)
     choice("lse_base", lse_base, ("e", "2"))
     require(
@@ -247,6 +131,10 @@ def attend(
         out_2, weights_2, _ = _attend(halves(q)[1], k, v, spec, g, seen, start)
         mix = learned.mix.to(v.dtype)
         return out - mix * out_2, weights - mix * weights_2
+    if spec.sink_logit != "none":  # a sink in float32 must not be rounded beside q in bfloat16
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q = q.to(wide)
+        k = k.to(wide)
     q, k, v = prepared(q, k, v, spec, learned)
     out, weights, logits = _attend(q, k, v, spec, learned.distance_bias, seen, start)
     out = finished(out, spec, learned)
@@ -402,9 +290,9 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
     logits: (..., R, S), at hidden keys -inf, or 0 where f(0) = 0.
     """
     if spec.normalizer in ("none", "length"):
-        return spec.f(logits), None
+        return similarity(logits, spec), None
     if spec.similarity not in LOGARITHMS:
-        sim = spec.f(logits)
+        sim = similarity(logits, spec)
         if spec.normalizer == "p_norm":
             peak = sim.amax(-1, keepdim=True).detach()
             sim = divide(sim, peak)
@@ -459,13 +347,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
         q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
-    check_extras(q, v, spec, extras)
+    check_extras(q, v, spec, extras, q.shape[2])
 
 
-def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
-    """The same of the inputs beside q, k and v, and of the dimension of q."""
+def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, length: int) -> None:
+    """The same of the inputs beside q, k and v. length: one more than the largest distance."""
     _, heads, _, head_dim = q.shape
-    length = v.shape[2]
     if spec.differential and head_dim % 2 > 0:
         raise ValueError("differential attention needs an even head dimension (D of q)")
     if (spec.kernel == "mlp") != (extras.mlp is not None):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils import checks
 from sinkutils.checks import require
-
-if TYPE_CHECKING:
-    from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.config import AttentionSpec
 
 
 def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
