@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sinkutils.measuring.tally import Edit, Tally, changed
-from sinkutils.model.attention import AttentionSpec, attend, divide
+from sinkutils.model.attention import attend, divide
+from sinkutils.model.config import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
 
 
