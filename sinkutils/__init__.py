@@ -9,9 +9,9 @@ from typing import Any
 
 # Each public name, and the module that defines it.
 _HOMES = {
-    "AttentionSpec": "model.attention",
+    "AttentionSpec": "model.config",
     "attend": "model.attention",
-    "LMConfig": "model.decoder",
+    "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "compare": "measuring.compare",

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from sinkutils.checks import instance, require
 from sinkutils.measuring.report import Kept, NotFinite, Report
-from sinkutils.model.attention import AttentionSpec, attend, divide
+from sinkutils.model.attention import attend, divide
+from sinkutils.model.config import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
 
 if TYPE_CHECKING:
