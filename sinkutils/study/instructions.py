@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from sinkutils.measuring.tokenizer import encode
 from sinkutils.measuring.texts import docstring_matches
+from sinkutils.measuring.tokenizer import encode
 from sinkutils.study import embedded, external
 from sinkutils.study.packing import Batches
 
