@@ -80,8 +80,10 @@ def _hub_id(name: str) -> str:
 
     Raises ModelUnavailable for a name that looks like a path.
     """
-    if not name or name.startswith((".", "/", "~")) or name.lower().endswith(".gguf"):
-        raise ModelUnavailable(f"there is no file or folder {name!r}")
+    if name.lower().endswith((".gguf", ".safetensors", ".bin")):
+        raise ModelUnavailable(f"there is no file {name!r}")
+    if not name or name.startswith((".", "/", "~")):
+        raise ModelUnavailable(f"there is no folder {name!r}")
     for row in read_csv(PAPER / "models.csv"):
         if row["name"].lower() == name.lower():
             return row["hub_id"]
