@@ -18,8 +18,8 @@ _HOMES = {
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
     "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run
     "SinkCallback": "measuring.callback",
-    "probe": "measuring.probes",
-    "load_lm": "measuring.load",
+    "probe": "names",
+    "load_lm": "names",
     "load_corpus": "study.corpus",
     "config": "study.grid",
     "experiments": "study.grid",
