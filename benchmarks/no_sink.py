@@ -20,7 +20,7 @@ import sinkutils as su
 from sinkutils import paths
 from sinkutils.measuring import surgery
 from sinkutils.measuring.subject import Subject, subject
-from sinkutils.study.trainer import train
+from sinkutils.study.train import train
 
 NAMES = ("weight_decay_0", "gate_head", "softpick", "sigmoid_normalised")
 TEXTS, T = 32, 64

@@ -155,7 +155,7 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
     from sinkutils.study.sweep import end_with_parent
-    from sinkutils.study.trainer import train
+    from sinkutils.study.train import train
 
     end_with_parent()  # if a sweep started this process, stop when the sweep is killed
     run = config(options.experiment, options.preset, options.seed)

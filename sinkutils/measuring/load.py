@@ -22,7 +22,7 @@ from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.grid import PRESETS
+from sinkutils.study.grid import presets
 from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
 from sinkutils.study.store import Runs
 
@@ -102,7 +102,7 @@ def _hub_id(name: str) -> str:
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
     preset, *_ = name.split("/")
-    if name.count("/") == 2 or preset in PRESETS:
+    if name.count("/") == 2 or preset in presets():
         raise ModelUnavailable(
             f"no recorded run {name!r}: give preset/experiment/seed of one, "
             "`python -m sinkutils train` it, or give a hub id"

@@ -17,9 +17,9 @@ from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.tokenizer import bos_id, special_ids
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.packing import fix_position
 from sinkutils.study.record import read_record
 from sinkutils.study.store import Runs
+from sinkutils.study.task import fix_position
 
 X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what can stand first in an input
 

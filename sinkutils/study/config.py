@@ -9,17 +9,20 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from sinkutils import checks
-from sinkutils.checks import choice, require
+from sinkutils.checks import choice, integer, require
 from sinkutils.model.config import LMConfig
-from sinkutils.study.corpus import public_name
-from sinkutils.study.packing import DataConfig
 
 Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
+# A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
+Identity = dict[str, str]
 # Is raised by hand when a change to the trainer or the model changes the numbers of the runs.
 RECIPE = 2
 PRECISIONS = ("fp32", "bf16")
@@ -34,6 +37,31 @@ def check_name(what: str, name: str) -> None:
         f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, "
         f"got {name!r:.60}",
     )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text that a run trains on. Positions are 1-based, as in the paper."""
+
+    corpus: str = "docstrings"
+    share: float = 1.0  # the share of the training tokens that is used (Fig. 5 right)
+    # the tokens at these positions are drawn uniformly from the vocabulary, once for each chunk
+    random_positions: tuple[int, ...] = ()
+    # x_fix, a token that occurs in no text, overwrites this position (Table 10 right)
+    fixed_position: int | None = None
+    # each training chunk has x_fix at a random position, and measured texts at fixed_position
+    random_place: bool = False
+    unscored: tuple[int, ...] = ()  # the positions whose next-token prediction carries no loss
+    # the corpus to validate on instead of `corpus` (Section 4: Pile-CC)
+    validation: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.fields(self)
+        require(0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
+        require(
+            self.fixed_position is not None or not self.random_place,
+            "random_place is of a fixed token: set fixed_position, where it is to be measured",
+        )
 
 
 @dataclass(frozen=True)
@@ -184,12 +212,33 @@ def upgrade(config: Json) -> Json:
     or ValueError for a config that this version of the package does not know.
     """
     fields = dict(config)
-    not_fields = {"recipe": fields.pop("recipe"), "corpus": fields.pop("corpus")}
-    fields["data"] = dict(fields["data"])
+    recipe = integer("recipe", fields.pop("recipe"), least=0)
+    seed = integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
+    corpus = fields.pop("corpus")
+    texts = [corpus["name"], corpus["sha256"]]
+    require(all(isinstance(text, str) for text in texts), "corpus must be a name and a hash")
+    # Most records have the fields of another seed.
+    values = _today(json.dumps(fields, sort_keys=True))
+    return {**values, "seed": seed, "recipe": recipe, "corpus": corpus}
+
+
+@lru_cache(maxsize=4096)
+def _today(text: str) -> Json:
+    """`config_dict` at seed 0 of a config without its seed, as JSON. Callers must not change it."""
+    fields = json.loads(text)
     fields["data"].pop("bos", None)  # a former field, which was always False
     kind = FinetuneConfig if "start" in fields else RunConfig
-    run = from_dict(kind, fields)
-    return config_dict(run) | not_fields
+    run: RunConfig = from_dict(kind, fields)
+    return config_dict(run)
+
+
+def public_name(name: str) -> str:
+    """The name of a corpus in caches and records. For path:<folder> it has no parent folders."""
+    kind, _, rest = name.partition(":")
+    if kind != "path":
+        return name
+    path = Path(os.path.expanduser(rest)).resolve()
+    return f"path:{path.name}"
 
 
 def config_hash(config: RunConfig) -> str:
