@@ -17,8 +17,8 @@ _HOMES = {
     "compare": "measuring.compare",
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
     "SinkCallback": "measuring.callback",
-    "probe": "measuring.probes",
-    "load_lm": "measuring.load",
+    "probe": "names",
+    "load_lm": "names",
     "load_corpus": "study.corpus",
     "config": "study.grid",
     "experiments": "study.grid",

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.probes import probe
+from sinkutils.measuring.probes import fix_position, probe
 from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.paths import replace_file
 from sinkutils.study import grid
@@ -51,7 +51,7 @@ from sinkutils.study.step import (
     usable_precision,
 )
 from sinkutils.study.store import Folder, Runs, before, claim, start_of
-from sinkutils.study.task import Task, fix_position, pretraining
+from sinkutils.study.task import Task, pretraining
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.
 AHEAD = 16
