@@ -194,8 +194,7 @@ def config_dict(config: RunConfig) -> Json:
     They are the config and the number of the recipe. Corpora have their public names, which hold no
     path of the machine.
     """
-    fields = dataclasses.asdict(config) | {"recipe": RECIPE}
-    values: Json = json.loads(json.dumps(fields))  # tuples become lists, as in the file
+    values = as_json(config) | {"recipe": RECIPE}
     data = values["data"]
     data["corpus"] = public_name(data["corpus"])
     if data["validation"]:
@@ -205,31 +204,62 @@ def config_dict(config: RunConfig) -> Json:
     return values
 
 
+def as_json(config: Any) -> Json:
+    """The fields of a config as JSON holds them: an inner config as a dict, a tuple as a list."""
+    values = {}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            value = as_json(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        values[name] = value
+    return values
+
+
 def upgrade(config: Json) -> Json:
     """The config of a record with the fields that a config has today.
 
     A field that did not exist when the record was made gets its default. Raises KeyError, TypeError
-    or ValueError for a config that this version of the package does not know.
+    or ValueError for what is no config; `check_config` looks closer.
     """
-    fields = dict(config)
-    recipe = integer("recipe", fields.pop("recipe"), least=0)
-    seed = integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
-    corpus = fields.pop("corpus")
-    texts = [corpus["name"], corpus["sha256"]]
+    kind = FinetuneConfig if "start" in config else RunConfig
+    values = _over(config, _defaults(kind))
+    values["data"].pop("bos", None)  # a former field, which was always False
+    integer("recipe", config["recipe"], least=0)
+    texts = [config["corpus"]["name"], config["corpus"]["sha256"]]
     require(all(isinstance(text, str) for text in texts), "corpus must be a name and a hash")
+    return values
+
+
+@lru_cache
+def _defaults(kind: type[RunConfig]) -> Json:
+    values = as_json(kind("none", "none"))
+    del values["experiment"], values["preset"]
+    return values
+
+
+def _over(values: Json, defaults: Json) -> Json:
+    """The values, with defaults where they lack a field."""
+    whole = defaults | values
+    for name, inner in defaults.items():
+        if isinstance(inner, dict):
+            whole[name] = _over(whole[name], inner)
+    return whole
+
+
+def check_config(values: Json) -> None:
+    """Raise ValueError, TypeError or KeyError unless `upgrade` has returned a possible config."""
+    fields = dict(values)
+    del fields["recipe"], fields["corpus"]
+    integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
     # Most records have the fields of another seed.
-    values = _today(json.dumps(fields, sort_keys=True))
-    return {**values, "seed": seed, "recipe": recipe, "corpus": corpus}
+    _checked(json.dumps(fields, sort_keys=True))
 
 
 @lru_cache(maxsize=4096)
-def _today(text: str) -> Json:
-    """`config_dict` at seed 0 of a config without its seed, as JSON. Callers must not change it."""
+def _checked(text: str) -> None:
     fields = json.loads(text)
-    fields["data"].pop("bos", None)  # a former field, which was always False
-    kind = FinetuneConfig if "start" in fields else RunConfig
-    run: RunConfig = from_dict(kind, fields)
-    return config_dict(run)
+    from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
 
 
 def public_name(name: str) -> str:

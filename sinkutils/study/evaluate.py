@@ -189,7 +189,8 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     norms = torch.linalg.vector_norm(torch.stack(sums), dim=-1)  # (L, T - 1)
     if not norms.isfinite().all():
         return []
-    return rounded(norms.tolist(), digits=4)  # the number of digits in all records
+    numbers: list[list[float]] = rounded(norms.tolist(), digits=4)  # the digits of all records
+    return numbers
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:

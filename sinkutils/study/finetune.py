@@ -81,7 +81,8 @@ def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> T
     targets = chunks[:, 1, 1:]
     answers = targets != IGNORED
     logits = model(inputs, kept=answers)  # (N, V), for the N tokens of the answers
-    return CrossEntropy.apply(logits, targets[answers])
+    loss: Tensor = CrossEntropy.apply(logits, targets[answers])
+    return loss
 
 
 def answer_tokens(part: Tensor) -> int:

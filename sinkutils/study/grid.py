@@ -119,11 +119,7 @@ class Experiment:
 
         A cell is empty where our copy of the paper's text lacks it.
         """
-        names = [self.name]
-        if self.name == "default":  # the paper's base
-            names.append("base")
-        table = read_csv(PAPER / "pretraining.csv")
-        return [row for row in table if row["experiment"] in names]
+        return _reported().get(self.name, [])
 
     @property
     def item(self) -> str:
@@ -143,6 +139,17 @@ class Experiment:
                 if cell and name.startswith(("sink_", "valid_")):
                     numbers[name] = float(cell)
         return numbers
+
+
+@cache
+def _reported() -> dict[str, list[dict[str, str]]]:
+    """The rows of data/paper/pretraining.csv by experiment, in the paper's order."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    for row in read_csv(PAPER / "pretraining.csv"):
+        # The paper's base is the experiment "default".
+        name = "default" if row["experiment"] == "base" else row["experiment"]
+        rows.setdefault(name, []).append(row)
+    return rows
 
 
 @cache
@@ -184,12 +191,7 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     Raises ValueError for unknown names, and for an experiment that is not possible at the preset;
     the message has the reason.
     """
-    scale = find_preset(preset)
-    row = experiment(scale.base if name == "base" else name)
-    if preset not in row.presets:
-        known = " or ".join(row.presets)
-        raise ValueError(f"experiment {row.name!r} belongs to preset {known}, not {preset!r}")
-    run = dataclasses.replace(_runs(preset)[row.name], seed=seed)
+    run = dataclasses.replace(_first(name, preset), seed=seed)
     if isinstance(run, FinetuneConfig):
         start = config(run.start, preset, seed)
         return dataclasses.replace(run, start_sha256=config_hash(start))
@@ -201,8 +203,8 @@ def contents(name: str, preset: str, seed: int) -> Json:
 
     Raises the errors of `config`.
     """
-    run = _runs(preset).get(name)
-    if run is None or isinstance(run, FinetuneConfig):
+    run = _first(name, preset)
+    if isinstance(run, FinetuneConfig):
         return config_dict(config(name, preset, seed))
     return {**_contents(run), "seed": seed}
 
@@ -216,7 +218,17 @@ def resolve(name: str, preset: str = "laptop") -> str:
     For "base" it is the preset's base experiment. If several experiments come to the same run, it
     is the first of them in data/experiments.yaml.
     """
-    return config(name, preset).experiment
+    return _first(name, preset).experiment
+
+
+def _first(name: str, preset: str) -> RunConfig:
+    """The run of an experiment at a preset and seed 0, as `config`."""
+    scale = find_preset(preset)
+    row = experiment(scale.base if name == "base" else name)
+    if preset not in row.presets:
+        known = " or ".join(row.presets)
+        raise ValueError(f"experiment {row.name!r} belongs to preset {known}, not {preset!r}")
+    return _runs(preset)[row.name]
 
 
 def unavailable(preset: str) -> set[str]:
@@ -331,15 +343,24 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
 
 def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     """The run with the fields at dotted paths replaced. It is checked once, after all changes."""
-    values = dataclasses.asdict(run)
+    tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
         *parts, name = path.split(".")
-        inner = values
+        inner, old = tree, run
         for part in parts:
-            inner = inner[part]
-        inner[name] = _scaled(value, inner[name], run.model, scale)
-    whole: RunConfig = from_dict(type(run), values)
+            inner = inner.setdefault(part, {})
+            old = getattr(old, part)
+        inner[name] = _scaled(value, getattr(old, name), run.model, scale)
+    whole: RunConfig = _replaced(run, tree)
     return whole
+
+
+def _replaced(config: Any, tree: Json) -> Any:
+    """A config with other values of some fields. A dict has those of an inner config."""
+    values = {}
+    for name, value in tree.items():
+        values[name] = _replaced(getattr(config, name), value) if isinstance(value, dict) else value
+    return dataclasses.replace(config, **values)
 
 
 def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:

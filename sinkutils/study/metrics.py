@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 BLOCKS = ("peak_1", "value_ratio_1")  # a number for each block
 STEPS = ("losses", "gradient_norms")  # a number for each step since the point before
-PARTS = ("report", "destinations", "gradients")  # of the last point
+NUMBERS = ("step", "valid_loss", "train_loss", "sink_", "excess_")  # how their names begin
 NORMS = ("hidden_norms", "key_norms", "value_norms", "before_norm_norms", "hidden_peaks")
 
 
@@ -88,14 +88,15 @@ def _check_points(points: list[Any]) -> None:
         for name, value in point.items():
             values.setdefault(name, []).append(value)
     for name, column in values.items():
-        if name in PARTS:
-            continue
         if name in STEPS:
             for steps in column:
                 require(_numbers(name, steps).ndim == 1, f"{name} is no list")
+        elif name in BLOCKS:
+            require(_numbers(name, column).ndim == 2, f"{name} is no list")
+        if not name.startswith(NUMBERS):
             continue
         numbers = _numbers(name, column)
-        require(numbers.ndim == 1 + (name in BLOCKS), f"{name} has another shape")
+        require(numbers.ndim == 1, f"{name} is a list")
         if name == "step":
             require(numbers.dtype.kind == "i" and numbers.min() >= 0, "step is no count")
         if name.startswith("sink_"):
@@ -111,7 +112,8 @@ def _check_report(report: Any, model: Json) -> None:
     blocks = model["num_layers"]
     targets = _numbers("targets", report.get("targets")).tolist()
     require(1 in targets, "its report is without token 1")
-    shapes = {"alpha": (len(targets), blocks, model["num_heads"])}
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes["alpha"] = (len(targets), blocks, model["num_heads"])
     shapes["alpha_star"] = shapes["alpha"][1:]
     shapes |= dict.fromkeys(NORMS, (blocks, length))
     for name, shape in shapes.items():

@@ -29,7 +29,7 @@ import os
 import platform
 import stat
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,15 @@ from typing import TYPE_CHECKING, Any
 from sinkutils import paths
 from sinkutils.checks import first_line, real, require
 from sinkutils.paths import not_saved, sync_folder, write_synced
-from sinkutils.study.config import Identity, Json, RunConfig, config_dict, from_dict, upgrade
+from sinkutils.study.config import (
+    Identity,
+    Json,
+    RunConfig,
+    check_config,
+    config_dict,
+    from_dict,
+    upgrade,
+)
 from sinkutils.study.metrics import Metrics, check_metrics
 
 if TYPE_CHECKING:  # a list of records needs none of these
@@ -349,12 +357,17 @@ def read_record(target: Path) -> Record:
     return record
 
 
-def open_record(target: Path) -> Record:
-    """Open a record. Only its config is read now; the other files are read on first access."""
+def open_record(target: Path, known: Callable[[Json], bool] | None = None) -> Record:
+    """Open a record. Only its config is read now; the other files are read on first access.
+
+    known: whether a config is known to be possible, so that it need not be checked.
+    """
     digests = _digests(target)
     config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
         config = upgrade(config)
+        if known is None or not known(config):
+            check_config(config)
     return Record(target, config, digests)
 
 

@@ -146,7 +146,8 @@ class GraphedStep:
         """The loss and the gradient norm of one step on a batch, as `run.update` returns them."""
         self.steps += 1
         if self.steps <= WARM_UP:
-            return self.run.update(batch)
+            done: tuple[Tensor, Tensor] = self.run.update(batch)
+            return done
         if self.graph is None:
             self.batch = batch.clone()
             self.graph = torch.cuda.CUDAGraph()

@@ -219,6 +219,8 @@ class Runs:
         its files are as they were written.
         """
         check_name("preset", preset)
+        if not (self.folder / preset).is_dir():
+            grid.find_preset(preset.partition("@")[0])  # its error lists the presets
         if not self.folder.is_dir():
             warnings.warn(
                 f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
@@ -286,9 +288,11 @@ def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]], contents: bool
 
 def _with_status(folder: Path, contents: bool = True) -> Record:
     """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
+    preset, experiment, seed = folder.parts[-3:]
     try:
-        record = open_record(folder)
-        reason = _differs(record)
+        wanted = _expected(preset, experiment, int(seed))
+        record = open_record(folder, known=lambda config: _differs(config, wanted) == "")
+        reason = wanted if isinstance(wanted, str) else _differs(record.config, wanted)
         if reason:
             return replace(record, problem=("stale", reason))
         if contents:
@@ -300,46 +304,45 @@ def _with_status(folder: Path, contents: bool = True) -> Record:
         return Record(folder, {}, {}, ("corrupt", str(error)))
 
 
-def _differs(record: Record) -> str:
-    """In what a record differs from the run that its folder is for, or "".
+def _expected(preset: str, experiment: str, seed: int) -> Json | str:
+    """What the config of a record in this folder must hold, or why there can be no such record.
 
-    The folder is that of an experiment of the study, or of a variant of one's own, which may have
-    any config.
+    An experiment of the study has one config at a preset. A variant of one's own, or an experiment
+    at a preset of one's own, may have any.
     """
-    preset, experiment, seed = record.folder.parts[-3:]
     # The folder of a preset, or for another text such as "laptop@path-mine-0123abcd".
     base, apart, _ = preset.partition("@")
-    values = dict(record.config)
-    text = values.pop("corpus")
-    if values["recipe"] > RECIPE:
-        return "a later version of this package made it: update the package"
     if base not in presets() or experiment not in by_name():
-        wanted = {"preset": base, "experiment": experiment, "seed": int(seed), "recipe": RECIPE}
-        wanted = values | wanted
-    else:
-        try:
-            wanted = grid.contents(experiment, base, int(seed))
-        except ValueError as error:  # the preset has no such experiment
-            return str(error)
-        if not apart and text["name"] != wanted["data"]["corpus"]:
-            return f"it was trained on {text['name']!r}"
-    if values == wanted:
+        return {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
+    try:
+        wanted = grid.contents(experiment, base, seed)
+    except ValueError as error:  # the preset has no such experiment
+        return str(error)
+    return wanted if apart else wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
+
+
+def _differs(config: Json, wanted: Json | str) -> str:
+    """In what the config of a record differs from what it must hold, in words, or ""."""
+    if isinstance(wanted, str):
+        return wanted
+    fields = sorted(_different(wanted, config))
+    if not fields:
         return ""
-    fields = ", ".join(_different(values, wanted))
+    if config["recipe"] > RECIPE:
+        return "a later version of this package made it: update the package"
     return (
-        f"the run of that name has changed since, in {fields}: train it again (a variant of your "
-        "own needs a name of its own)"
+        f"the run of that name has changed since, in {', '.join(fields)}: train it again (a variant "
+        "of your own needs a name of its own)"
     )
 
 
-def _different(one: Json, other: Json, path: str = "") -> Iterator[str]:
-    """The dotted paths of the fields in which two configs differ."""
-    for name in one.keys() | other.keys():
-        a = one.get(name)
-        b = other.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _different(a, b, f"{path}{name}.")
-        elif a != b:
+def _different(wanted: Json, config: Json, path: str = "") -> Iterator[str]:
+    """The dotted paths of the fields of `wanted` that a config does not have or has otherwise."""
+    for name, value in wanted.items():
+        other = config.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _different(value, other, f"{path}{name}.")
+        elif value != other:
             yield f"{path}{name}"
 
 

@@ -150,7 +150,7 @@ class CrossEntropy(torch.autograd.Function):
         return losses.mean()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         logits, targets, lse = ctx.saved_tensors
         N, V = logits.shape
         softmax = (logits.float() - lse[:, None]).exp()
@@ -173,7 +173,8 @@ def next_token_loss(
     targets = chunks[:, 1:]
     logits = without(logits, unscored).flatten(0, 1)
     targets = without(targets, unscored).flatten()
-    return CrossEntropy.apply(logits, targets)
+    loss: Tensor = CrossEntropy.apply(logits, targets)
+    return loss
 
 
 def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:

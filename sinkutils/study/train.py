@@ -95,9 +95,9 @@ def train(
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     target = find_device(device)
     place, text, done = claim(config, runs, corpus, keep_weights)
-    if done is not None or text is None:
-        assert done is not None
+    if done is not None:
         return done
+    assert text is not None
     if compile is None:
         preset = grid.presets().get(config.preset)
         wanted = preset is not None and preset.compile
@@ -432,7 +432,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
 
     def write(file: BinaryIO) -> None:
         file.write(bytes(DIGEST))  # the place of the digest, which is known last
-        hashed = Hashed(file)
+        hashed: Any = Hashed(file)  # all of a file that torch.save needs
         torch.save(state, hashed)
         file.seek(0)
         file.write(hashed.digest.digest())
@@ -480,4 +480,5 @@ def read_checkpoint(path: Path) -> Json:
         data = file.read()
     if hashlib.sha256(data).digest() != digest:
         raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
-    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    state: Json = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    return state
