@@ -221,7 +221,8 @@ class Inputs:
             f"{name} must rise from 0 to the {length} tokens of one row of ids",
         )
         places = torch.arange(length, device="cpu")[None]
-        return torch.bucketize(places, ends, right=True)
+        numbers: Tensor = torch.bucketize(places, ends, right=True)
+        return numbers
 
     # --- what is handed to the model
 
