@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from sinkutils.model import attention
 from sinkutils.model.attention import Extras, divide
 from sinkutils.model.config import AttentionSpec
-from sinkutils.model.pieces import Pieces
+from sinkutils.model.pieces import in_pieces
 
 # Up to this many tokens the dense form serves. It is quick there, its memory does no harm, and in
 # half precision on a CPU it is faster than the fused kernel, which takes four times as long at
@@ -99,8 +99,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
         wide = torch.promote_types(q.dtype, torch.float32)
         is_wide = q.dtype == wide and v.dtype == wide
         if form == "pieces":
-            with torch.autocast(q.device.type, enabled=False):
-                out = Pieces.apply(q, k, v, spec, g)
+            out = in_pieces(q, k, v, spec, g)
         elif needs_width(spec, g is not None) and not is_wide:
             with torch.autocast(q.device.type, enabled=False):
                 out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, g)

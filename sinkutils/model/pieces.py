@@ -75,8 +75,15 @@ def pieces(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[Piece]:
                 yield Piece((*chosen, queries), (*chosen, keys), seen, hidden, first, star)
 
 
+@torch.compiler.disable  # the loop over pieces would be unrolled
+def in_pieces(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None) -> Tensor:
+    """The output (B, H, T, E) for q, k, v after phi and g. The caller multiplies by alpha."""
+    with torch.autocast(q.device.type, enabled=False):
+        return Pieces.apply(q, k, v, spec, g)  # type: ignore[no-any-return]
+
+
 class Pieces(torch.autograd.Function):
-    """The output (B, H, T, E) for q, k, v after phi, spec and g. The caller multiplies by alpha."""
+    """The output of `in_pieces` and its derivative."""
 
     @staticmethod
     def forward(
