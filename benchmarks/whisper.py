@@ -9,25 +9,23 @@ Some three minutes on one core.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from first_tokens import even_shares
 from four_bits import round_weights
 from open_lms import add
+from speech import LENGTH, RATE, TEXTS, heard_sounds, sentences
 from torch import Tensor
 from transformers import AttentionInterface, WhisperFeatureExtractor
 from whisper_file import SHA256, WHEEL, load
 
 from sinkutils.measuring.tally import lower_median
-from sinkutils.study import embedded
 
-TEXTS, LENGTH, RATE, SINK = 8, 60, 16_000, 0.3
+SINK = 0.3
 START, END = "<|startoftranscript|>", "<|notimestamps|>"
 PROMPTS = {
     "sot, en, task": (START, "<|en|>", "<|transcribe|>", END),
@@ -112,32 +110,6 @@ def first_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def sentences(tokenizer: Any) -> list[str]:
-    """Plain sentences of the docstrings, joined until each has LENGTH tokens."""
-    texts: list[str] = []
-    words = ""
-    for text in sorted(set(embedded.docstrings()), key=embedded.split_fraction):
-        sentence = " ".join(text.split("\n\n")[0].split())
-        plain = sentence.replace(",", "").replace(".", "").replace(" ", "").isalpha()
-        if not plain or len(sentence.split()) < 8:
-            continue
-        words += " " + sentence
-        if len(tokenizer.encode(words, add_special_tokens=False).ids) >= LENGTH:
-            texts.append(words)
-            words = ""
-        if len(texts) == TEXTS:
-            break
-    return texts
-
-
-def spoken(text: str) -> np.ndarray:
-    """What espeak-ng says, at RATE, from its 22,050 Hz."""
-    wave = subprocess.run(["espeak-ng", "--stdout", text], capture_output=True, check=True).stdout
-    sound = np.frombuffer(wave[44:], "<i2").astype(np.float32) / 32768
-    times = np.arange(0, len(sound) / 22050, 1 / RATE)
-    return np.interp(times, np.arange(len(sound)) / 22050, sound).astype(np.float32)
-
-
 def everything(
     model: Any, tokenizer: Any, heard: dict[str, Tensor], words: Tensor
 ) -> dict[str, Any]:
@@ -178,11 +150,7 @@ def main() -> None:
     words = torch.tensor(
         [tokenizer.encode(t, add_special_tokens=False).ids[:LENGTH] for t in texts]
     )
-    generator = np.random.default_rng(0)
-    seconds = np.arange(30 * RATE) / RATE
-    sounds = {"noise": [0.1 * generator.standard_normal(30 * RATE)]}
-    sounds["chirp"] = [0.3 * np.sin(2 * np.pi * (100 + 60 * seconds) * seconds)]
-    sounds["speech"] = [spoken(text) for text in texts]
+    sounds = heard_sounds(texts)
     features = WhisperFeatureExtractor()
     Attention(model)
     heard = {}
