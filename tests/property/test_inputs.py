@@ -24,19 +24,19 @@ from torch.testing import assert_close
 from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.measuring.probes import PROBES, probe
 from sinkutils.model import fast
-from sinkutils.model.attention import OPERATION_CHOICES, AttentionSpec, attend
-from sinkutils.model.decoder import MODEL_CHOICES
+from sinkutils.model.attention import attend
+from sinkutils.model.config import MODEL_CHOICES, OPERATION_CHOICES, AttentionSpec
 from sinkutils.study import corpus as corpora
 from sinkutils.study import external
 from sinkutils.study.config import (
     PRECISIONS,
+    DataConfig,
     RunConfig,
     TrainConfig,
     config_hash,
     from_dict,
     learning_rate,
 )
-from sinkutils.study.packing import DataConfig
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}
