@@ -33,7 +33,8 @@ from sinkutils.names import subject
 
 NAME = "tiny"
 COMMITTED = sorted(REAL_MODELS)
-OTHERS = ("qwen2.5-coder-0.5b", "whisper-base")  # copies that are no dependency of ours
+# Copies that are no dependency of ours
+OTHERS = sorted({path.stem for path in paths.OPEN_LMS.glob("*.json")} - {*REAL_MODELS})
 # of benchmarks/recall.py, mechanism.py and alone.py
 OPERATED = ("alone", "cuts", "int8", "last_blocks", "leaving", "mechanism", "recall")
 
