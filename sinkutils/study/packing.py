@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkutils import checks
 from sinkutils.checks import require
-from sinkutils.measuring.probes import fix_position
+from sinkutils.measuring.tokenizer import fix_position
 from sinkutils.study.corpus import Corpus
 
 CPU = torch.device("cpu")
