@@ -24,6 +24,7 @@ from sinkutils.measuring.weights import (
     check_loaded,
     check_path,
     gguf_file,
+    other_names,
 )
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
@@ -129,14 +130,16 @@ def _load_transformers(
         dtype = torch.float32 if find_device(target).type == "cpu" else "auto"
     bars = set_tqdm_hook(_plain_bar)
     try:
-        model, info = _from_pretrained(
-            where,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` below names and refuses them
-            dtype=dtype,
-            device_map="auto" if target is None else None,
-            **common,
-        )
+        options: dict[str, Any] = {
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # `check_loaded` below names and refuses them
+            "dtype": dtype,
+            "device_map": "auto" if target is None else None,
+        }
+        model, info = _from_pretrained(where, **options, **common)
+        names = other_names(model, info)
+        if names:
+            model, info = _from_pretrained(where, key_mapping=names, **options, **common)
         tokenizer: Any = WithoutTokenizer(model, (path / TEKKEN).is_file())
         if not local or gguf or _has_tokenizer(path):
             tokenizer = AutoTokenizer.from_pretrained(where, **common)

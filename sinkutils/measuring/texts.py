@@ -188,6 +188,11 @@ def held_out_documents() -> tuple[str, ...]:
     return tuple(documents)
 
 
+def natural_digest() -> str:
+    """The first digits of the SHA-256 of the held-out documents together, to be named in reports."""
+    return digest("\0".join(held_out_documents()))[:8]
+
+
 def digest(text: str) -> str:
     """The first 16 hexadecimal digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

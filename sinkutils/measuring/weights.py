@@ -317,6 +317,21 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         warnings.warn(message, stacklevel=5)
 
 
+def other_names(model: Any, info: dict[str, Any]) -> dict[str, str]:
+    """How `from_pretrained` has to rename weights whose base model has another name in the file.
+
+    In a question answering model of LLaMA it is "transformer", and "model" in its causal LM.
+    {} if that does not explain all missing weights of the base model.
+    """
+    name = f"{model.base_model_prefix}."
+    missing = {key for key in info["missing_keys"] if key.startswith(name)}
+    for other in {key.partition(".")[0] + "." for key in info["unexpected_keys"]}:
+        renamed = {name + key.removeprefix(other) for key in info["unexpected_keys"]}
+        if missing and missing <= renamed:
+            return {f"^{re.escape(other)}": name}
+    return {}
+
+
 def _scheme(unused: Iterable[str]) -> str | None:
     """How a model was quantised, with a weight that shows it."""
     for key in unused:

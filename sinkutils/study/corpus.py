@@ -36,6 +36,7 @@ from sinkutils.measuring.tokenizer import (
 )
 from sinkutils.paths import cache_root, written_whole
 from sinkutils.study import embedded, external
+from sinkutils.study.config import Identity, public_name
 from sinkutils.study.embedded import split_fraction, text_digest
 
 # The share of the documents that the probe split gets, and again the valid split. The hash of its
@@ -55,8 +56,6 @@ PACKED = {"meta.json": 10**6, "tokenizer.json": 10**8}
 PACKED |= dict.fromkeys((f"{split}.bin" for split in SPLITS), 4 * 10**10)
 
 Meta = dict[str, Any]  # the contents of a folder's meta.json
-# A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
-Identity = dict[str, str]
 
 
 class Corpus:
@@ -118,15 +117,6 @@ CORPORA = (
     "path:<folder or file>",
     "packed:<file>",
 )
-
-
-def public_name(name: str) -> str:
-    """The name of a corpus in caches and records. For path:<folder> it has no parent folders."""
-    kind, _, rest = name.partition(":")
-    if kind != "path":
-        return name
-    path = Path(os.path.expanduser(rest)).resolve()
-    return f"path:{path.name}"
 
 
 def located(name: str) -> str:
