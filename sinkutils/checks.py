@@ -1,6 +1,6 @@
 """Checks of arguments.
 
-Each raises a ValueError that names the argument, says what it must be and shows what it was.
+Each raises `Refused`, a ValueError that names the argument, says what it must be and shows what it was.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 
+class Refused(ValueError):
+    """An error of the user's input: the message says what is wrong, and what there is instead.
+
+    The command line prints it in one line. Any other ValueError may be a mistake of ours, and keeps
+    its traceback.
+    """
+
+
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with the message unless the condition holds."""
+    """Raise `Refused` with the message unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise Refused(message)
 
 
 def short(value: Any) -> str:

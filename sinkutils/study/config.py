@@ -18,7 +18,7 @@ from typing import Any
 
 from sinkutils import checks
 from sinkutils.checks import choice, integer, require
-from sinkutils.model.config import LMConfig
+from sinkutils.model.config import SIMILARITY_NAMES, LMConfig
 
 Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
 # A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
@@ -92,9 +92,10 @@ class TrainConfig:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
         choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
-        for name in ("lr_floor", "beta1", "beta2"):
+        require(self.lr_floor <= 1, f"lr_floor must be at most 1, got {self.lr_floor}")
+        for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            require(value <= 1, f"{name} must be at most 1, got {value}")
+            require(value < 1, f"{name} must be less than 1, got {value}")
         require(
             self.batch_size % (self.micro_batch or self.batch_size) == 0,
             f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
@@ -259,6 +260,10 @@ def check_config(values: Json) -> None:
 @lru_cache(maxsize=4096)
 def _checked(text: str) -> None:
     fields = json.loads(text)
+    spec = fields["model"]["attention"]
+    # A similarity that its author has registered may be unknown here (`attention.register`).
+    if isinstance(spec["similarity"], str) and spec["similarity"] not in SIMILARITY_NAMES:
+        spec["similarity"] = "relu"
     from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
 
 

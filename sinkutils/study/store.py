@@ -291,7 +291,8 @@ def _with_status(folder: Path, contents: bool = True) -> Record:
     preset, experiment, seed = folder.parts[-3:]
     try:
         wanted = _expected(preset, experiment, int(seed))
-        record = open_record(folder, known=lambda config: _differs(config, wanted) == "")
+        of_study = isinstance(wanted, dict) and "model" in wanted  # which has one config
+        record = open_record(folder, lambda config: of_study and not _differs(config, wanted))
         reason = wanted if isinstance(wanted, str) else _differs(record.config, wanted)
         if reason:
             return replace(record, problem=("stale", reason))
