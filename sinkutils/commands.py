@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from sinkutils import __version__
 
 WRONG = 2  # the exit status of a mistake
+DEBUG = "show the traceback of any error"
 
 
 # Each command: the module of its functions NAME_command and NAME_options, and its help.
@@ -55,6 +56,7 @@ class Command(Parser):
         if self.name:
             home = import_module(COMMANDS[self.name][0])
             getattr(home, f"{self.name}_options")(self)
+            self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
             self.set_defaults(function=getattr(home, f"{self.name}_command"))
             self.name = ""
         return super().parse_known_args(args, namespace)
@@ -77,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="python -m sinkutils", description="See, measure and re-train attention sinks."
     )
+    top.add_argument("--debug", action="store_true", help=DEBUG)
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Command)
     for name, (_, text) in COMMANDS.items():

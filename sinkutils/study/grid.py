@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -40,8 +40,12 @@ from sinkutils.study.config import (
     RunConfig,
     TrainConfig,
     check_name,
+    config_dict,
     config_hash,
     from_dict,
+    no_field,
+    paths_of,
+    replaced,
 )
 
 # The "section" of experiments from later papers (data/paper/after_paper.csv). The paper has seven.
@@ -212,7 +216,8 @@ def config(
     run = _at_own_preset(experiment, scale) if own else _first(experiment, scale.name)
     run = dataclasses.replace(run, seed=seed)
     if change or name is not None:
-        require(name is not None, "a variant needs a name of its own: give name, such as 'mine'")
+        if name is None:
+            raise Refused("a variant needs a name of its own: give name, such as 'mine'")
         require(
             name != "base" and name not in by_name(),
             f"{name!r} is an experiment of the study: give your variant another name",
@@ -253,10 +258,10 @@ def own_preset(source: str | Path | Json) -> Preset:
             plain[field_name] = value
     known = [one.name for one in dataclasses.fields(Preset)]
     for field_name in plain:
-        require(field_name in known, _no_field(field_name, known))
+        require(field_name in known, no_field(field_name, known))
     run = _override(RunConfig("base", name, 0, like.model, like.data, like.train), change, like)
-    parts = {"model": run.model, "data": run.data, "train": run.train}
-    made = dataclasses.replace(like, name=name, **parts, **plain)
+    plain |= {"name": name, "model": run.model, "data": run.data, "train": run.train}
+    made = dataclasses.replace(like, **plain)
     experiment(made.base)
     choice("device", made.device, ("cpu", "cuda", "mps"))
     real("four_epochs", made.four_epochs, "a number greater than 0", more=True)
@@ -272,6 +277,20 @@ def _at_own_preset(name: str, scale: Preset) -> RunConfig:
         f"{row.name!r} is a fine-tuning, which starts from a record: give a preset of the study",
     )
     return _pretraining(row, scale)
+
+
+def contents(name: str, preset: str, seed: int) -> Json:
+    """`config_dict` of `config`, for many records: it builds no config. Callers must not change it.
+
+    Raises the errors of `config`.
+    """
+    run = _first(name, preset)
+    if isinstance(run, FinetuneConfig):
+        return config_dict(config(name, preset, seed))
+    return {**_contents(run), "seed": seed}
+
+
+_contents = cache(config_dict)
 
 
 def resolve(name: str, preset: str = "laptop") -> str:
@@ -410,48 +429,19 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
 
     Raises ValueError for a path that leads to no field, with similar ones.
     """
-    known = [*_paths(run)]
+    known = [*paths_of(run)]
     tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
         *parts, name = path.split(".")
-        require(path in known, _no_field(path, known))
+        require(path in known, no_field(path, known))
         inner = tree
         old: Any = run
         for part in parts:
             inner = inner.setdefault(part, {})
             old = getattr(old, part)
         inner[name] = _scaled(value, getattr(old, name), run.model, scale)
-    whole: RunConfig = _replaced(run, tree)
+    whole: RunConfig = replaced(run, tree)
     return whole
-
-
-def _paths(config: Any, before: str = "") -> Iterator[str]:
-    """The dotted paths of all fields of a config, apart from its name, preset and seed."""
-    for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value):
-            yield from _paths(value, f"{before}{name}.")
-        elif name not in ("experiment", "preset", "seed"):
-            yield f"{before}{name}"
-
-
-def _no_field(path: str, known: list[str]) -> str:
-    """The message that there is no such field, with similar ones, first those of the same end."""
-    end = path.rpartition(".")[2]
-    near = [one for one in known if one.rpartition(".")[2] == end]
-    near += difflib.get_close_matches(path, known, n=3, cutoff=0.5)
-    ends = {one.rpartition(".")[2]: one for one in known}
-    near += [ends[match] for match in difflib.get_close_matches(end, ends, n=2, cutoff=0.6)]
-    there = ", ".join([*dict.fromkeys(near)][:3])
-    hint = f": did you mean {there}?" if there else ", only " + ", ".join(known)
-    return f"there is no field {path!r}{hint}"
-
-
-def _replaced(config: Any, tree: Json) -> Any:
-    """A config with other values of some fields. A dict has those of an inner config."""
-    values = {}
-    for name, value in tree.items():
-        values[name] = _replaced(getattr(config, name), value) if isinstance(value, dict) else value
-    return dataclasses.replace(config, **values)
 
 
 def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:

@@ -316,7 +316,7 @@ def _expected(preset: str, experiment: str, seed: int) -> Json | str:
     if base not in presets() or experiment not in by_name():
         return {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
     try:
-        wanted = grid.contents(experiment, base, seed)
+        wanted: Json = grid.contents(experiment, base, seed)
     except ValueError as error:  # the preset has no such experiment
         return str(error)
     return wanted if apart else wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
