@@ -44,10 +44,10 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> int:
     # because neither JSON nor PyTorch accepts them.
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole:
-        raise ValueError(f"{name} must be an integer, got {short(value)}")
+        raise Refused(f"{name} must be an integer, got {short(value)}")
     if not least <= value <= most:
         wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        raise Refused(f"{name} must be {wanted}, got {value}")
     return int(value)
 
 
@@ -67,7 +67,7 @@ def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = Fa
         number = float(value)
     enough = number > least if more else number >= least
     if not enough or number == math.inf:
-        raise ValueError(f"{name} must be {wanted}, got {short(value)}")
+        raise Refused(f"{name} must be {wanted}, got {short(value)}")
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -81,7 +81,7 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
 def instance(name: str, value: Any, kind: type) -> None:
     """Check that a value is an instance of `kind`."""
     if not isinstance(value, kind):
-        raise ValueError(
+        raise Refused(
             f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}"
         )
 
@@ -140,7 +140,7 @@ def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
         (_,) = np.shape(values)  # one dimension
         return tuple(map(float, values))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a sequence of numbers, got {short(values)}") from error
+        raise Refused(f"{name} must be a sequence of numbers, got {short(values)}") from error
 
 
 def device(name: str | torch.device | None) -> torch.device:
@@ -157,7 +157,7 @@ def device(name: str | torch.device | None) -> torch.device:
     try:
         target = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(wanted) from error
+        raise Refused(wanted) from error
     require(target.type in ("cpu", "cuda", "mps", "xpu"), wanted)
     if target.type != "cpu":
         count = torch.get_device_module(target).device_count()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sinkutils import __version__
+from sinkutils.checks import Refused
 
 WRONG = 2  # the exit status of a mistake
 DEBUG = "show the traceback of any error"
@@ -236,7 +237,7 @@ def report_command(options: argparse.Namespace) -> None:
     folder = replaceable(options.output).parent
     require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
-        raise ValueError(f"--beside must be another model than {options.model}")
+        raise Refused(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
     # Both models read the same kind of text, each tokenised by its own tokenizer.
@@ -310,7 +311,7 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.paths import RENDERED
 
     if options.in_place and options.parameter:
-        raise ValueError(
+        raise Refused(
             "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
         )
     parameters = {}
@@ -318,7 +319,7 @@ def run_command(options: argparse.Namespace) -> int:
         try:
             parameters[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(
+            raise Refused(
                 f"-p {name}: {text!r} is not a value in YAML: quote it as a string"
             ) from error
     failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)

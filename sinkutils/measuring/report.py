@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinkutils.checks import numbers, require
+from sinkutils.checks import Refused, numbers, require
 
 if TYPE_CHECKING:  # a table of records needs the arithmetic below, and no PyTorch
     from torch import Tensor
@@ -30,7 +30,7 @@ BY_POSITION = (
 ).split()
 
 
-class NotFinite(ValueError):
+class NotFinite(Refused):
     """The model computed nan or infinite numbers, so that a report would mean nothing."""
 
 
@@ -302,7 +302,7 @@ class Report:
         """
         shares = self._shares
         if k not in shares:
-            raise ValueError(
+            raise Refused(
                 f"alpha_{k} was not measured, only {[*shares]}: measure(targets=..), and star only "
                 "of a key bias k*, a sink token x* or a learned sink logit"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sinkutils.checks import first_line, require
+from sinkutils.checks import Refused, first_line, require
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -77,9 +77,7 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     for role, tokens in ROLES.items():
         found = _first(tokenizer, tokens)
         if found is None:
-            raise ValueError(
-                f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}"
-            )
+            raise Refused(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}")
         ids[role] = found
     # Often the smallest ids are special, and those of ordinary text follow.
     special = marked_special(tokenizer) | {*ids.values()}
@@ -166,7 +164,7 @@ def bos_id(tokenizer: Any) -> int:
     else:
         token = tokenizer.bos_token_id
     if token is None:
-        raise ValueError("a BOS first needs a tokenizer with a BOS token, and this one has none")
+        raise Refused("a BOS first needs a tokenizer with a BOS token, and this one has none")
     return int(token)
 
 

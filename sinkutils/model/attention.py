@@ -412,9 +412,9 @@ def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, leng
     """The same of the inputs beside q, k and v. length: one more than the largest distance."""
     _, heads, _, head_dim = q.shape
     if spec.differential and head_dim % 2 > 0:
-        raise ValueError("differential attention needs an even head dimension (D of q)")
+        raise Refused("differential attention needs an even head dimension (D of q)")
     if (spec.kernel == "mlp") != (extras.mlp is not None):
-        raise ValueError("mlp is the callable of kernel='mlp', and of no other")
+        raise Refused("mlp is the callable of kernel='mlp', and of no other")
     has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     sizes = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
@@ -426,7 +426,7 @@ def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, leng
         x = getattr(extras, name)
         shape = None if x is None else tuple(x.shape)
         if shape != size:
-            raise ValueError(
+            raise Refused(
                 f"the operation takes {name} of shape {size} (None: leave it out), got {shape}"
             )
     if extras.distance_bias is not None:

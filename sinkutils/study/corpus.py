@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from sinkutils.checks import choice, first_line, integer, require
+from sinkutils.checks import Refused, choice, first_line, integer, require
 from sinkutils.measuring.texts import local_files
 from sinkutils.measuring.tokenizer import (
     SMALLEST_VOCABULARY,
@@ -209,7 +209,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
     if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
-    raise ValueError(message)
+    raise Refused(message)
 
 
 def _tokenise(
@@ -275,7 +275,7 @@ def _tokenise(
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
     if lacking:
-        raise ValueError(
+        raise Refused(
             f"corpus {name!r} has no document for {', '.join(lacking)} in "
             f"{sum(written.values())} tokens: give more text, in more files or lines, or a larger "
             "max_tokens"
@@ -387,6 +387,6 @@ def unpack(file: Path, folder: Path) -> None:
             tar.extractall(folder, filter="data")
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
-        raise ValueError(
+        raise Refused(
             f"{file} is not a complete file of pack_corpus: {first_line(error)}"
         ) from error
