@@ -16,8 +16,10 @@ from denominator import WRITERS
 from first_tokens import even_shares
 from inside import blocks, keep, passed
 from open_lms import usual_first
-from sinkutils.measuring.subject import Subject, subject
 from torch import Tensor
+
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 TEXTS, LENGTH = 16, 128
 LARGE = 100  # in the units of the states; the first token has some 700

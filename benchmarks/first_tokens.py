@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from inside import blocks, passed
 from open_lms import FEW, add
-from sinkutils.measuring.subject import TEXT, Subject, subject
 from torch import Tensor
 
+from sinkutils.measuring.probes import TEXT, Subject
 from sinkutils.measuring.tally import lower_median
+from sinkutils.names import subject
 
 SINK = 0.3
 NOTHING = "nothing"

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from inside import keep
-from sinkutils.measuring.subject import Subject, subject
 from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 from sinkutils.paths import RUNS
 
 BLOCK, LEVELS = 32, 15

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from open_lms import short
-from sinkutils.measuring.subject import Subject
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from sinkutils import paths
+from sinkutils.measuring.probes import Subject
 from sinkutils.model.attention import visible
 from sinkutils.model.decoder import TransformerLM
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from inside import keep
-from sinkutils.measuring.subject import Subject, subject
 from torch import Tensor
 
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 from sinkutils.paths import RUNS
 from sinkutils.study.corpus import load_corpus
 

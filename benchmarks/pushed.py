@@ -15,11 +15,12 @@ import torch
 from alone import PLACE, T, about, attending, attentions
 from inside import keep
 from open_lms import usual_first
-from sinkutils.measuring.subject import Subject, subject
 from torch import Tensor
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 TEXTS = 12
 DRAWS = 2  # random vectors

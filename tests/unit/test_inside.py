@@ -13,10 +13,10 @@ import pytest
 import torch
 import whisper_file
 from helpers import own_model, tokens
-from sinkutils.measuring.subject import Subject
 from small_models import build
 from torch.testing import assert_close
 
+from sinkutils.measuring.probes import Subject
 from sinkutils.measuring.surgery import edit, untouched
 
 TARGETS = (1, 2)
