@@ -19,8 +19,9 @@ from inside import keep
 from torch import Tensor
 
 from sinkutils.measuring.tally import lower_median
+from sinkutils.paths import cache_root
 from sinkutils.study import grid
-from sinkutils.study.corpus import cache_root, load_corpus
+from sinkutils.study.corpus import load_corpus
 from sinkutils.study.step import reproducible
 from sinkutils.study.train import Run, load_checkpoint, save_checkpoint
 
