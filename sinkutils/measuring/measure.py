@@ -28,6 +28,7 @@ def measure(
     attention_mask: Tensor | None = None,
     batch_size: int | None = None,
     norms: bool = True,
+    entropy: bool = False,
     heads: Sequence[tuple[int, int]] = (),
     exact: bool = False,
     check: bool = True,
@@ -48,7 +49,8 @@ def measure(
         and its positions count from its first token. Sequences shorter than the largest target are
         skipped and counted. Packed texts (masks with 1 and 2) are refused.
     batch_size: sequences per forward pass; None: about 8192 tokens.
-    norms: whether l2-norms are measured.
+    norms: whether l2-norms and the largest elements are measured.
+    entropy: whether the entropy of attention is measured, which costs the attention once more.
     heads: 0-based (layer, head) pairs whose maps A_ij, queries and keys are kept (`Kept`).
     exact: never use the fused kernel (transformers models only).
     check: first run a text of at most 16 of the ids' tokens, once or twice, to verify that
@@ -94,7 +96,7 @@ def measure(
     # --- the forward passes: sequences of equal length run together, so that none needs padding
     # We name the device, because torch.set_default_device may have set another one.
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    tally = Tally(targets, int(lengths.max()), norms, pairs)
+    tally = Tally(targets, int(lengths.max()), norms, pairs, entropy)
     order: list[int] = []  # the indices of the rows, in the order in which they run
     state = LeftAsFound()
     # Entered twice: if an interrupt stops the inner context while it restores the model, the outer

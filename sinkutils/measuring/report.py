@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sinkutils.checks import numbers, require
+from sinkutils.measuring.peaks import forecast_line, forecast_table, peaks_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 DRAWS = 2000  # resamples of the bootstrap
@@ -71,6 +75,12 @@ class Report:
     hidden_peaks: Tensor | None = None
     first_elements: Tensor | None = None  # (blocks, d): each |element| of h_1^l, over that median
     star: Tensor | None = None  # (samples, layers, heads): alpha_*, the attention to "star"
+    # (samples, layers, heads): entropy of a row of attention in nats, mean over queries; the star's
+    # share is one of its weights. None where it was not asked for.
+    entropy: Tensor | None = None
+    # (part, layer) -> (2, heads), for `peaks`; (part, layer) -> (formats,), for `forecast`
+    maxima: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    lost: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # (layer, head) -> its map
     bos: bool | None = None  # whether each sequence starts with a BOS; None: unknown
     skipped: int = 0  # the number of sequences shorter than the largest target
@@ -221,6 +231,8 @@ class Report:
             dimension (from 0).
         value_ratio: ||v_1|| divided by the mean norm of the other values, in the layer where this
             ratio is smallest.
+        entropy: the mean entropy of a row of attention, in nats.
+        star: the mean attention to a key of its own, or to a learned sink logit.
         """
         first, *later = self.excess_by_layer()
         numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
@@ -237,7 +249,31 @@ class Report:
         if self.value_norms is not None and self.length > 1:
             ratios = norm_ratio(self.value_norms)
             numbers["value_ratio"] = float(np.nanmin(ratios))
+        if self.entropy is not None:
+            numbers["entropy"] = float(self.entropy.mean())
+        if self.star is not None:
+            numbers["star"] = float(self.star.mean())
         return numbers
+
+    @property
+    def peaks(self) -> pd.DataFrame:
+        """The largest |element| of states, keys and values, over all texts, in absolute numbers.
+
+        Columns: part (h, k or v), block (from 1), head (key heads from 1; 0 for h, which has none),
+        first (at the first token) and others (at all others). Empty if norms were not measured.
+        """
+        return peaks_table(self.maxima)
+
+    @property
+    def forecast(self) -> pd.DataFrame:
+        """What a cache with one scale for a layer's keys, or values, would leave of them.
+
+        Columns: part (k or v), block (from 1), format (int8, fp8, int4, fp4), zero: which share of
+        the other tokens' elements, in percent, it would round to zero; lost_bits: log2 of the first
+        token's largest element over the others', or 0 if that is larger: by so many bits an integer
+        format is coarser for the others than without the first token. Empty without norms.
+        """
+        return forecast_table(self.maxima, self.lost)
 
     def __str__(self) -> str:
         import pandas as pd  # imported here, because training does not need it
@@ -269,6 +305,8 @@ class Report:
                 column = f"Sink eps={eps:g} [95 % over texts]"
                 table.loc[key, column] = f"{sink:.2f} % [{low:6.2f}, {high:6.2f}]"
         text += str(table.rename_axis(columns="key").to_string())
+        if self.lost:
+            text += "\n" + forecast_line(self.maxima, self.forecast)
         for k in self.targets:
             cap = min(self.caps(k))
             if cap < 1:
