@@ -74,7 +74,7 @@ def main() -> None:
         rho = spearmanr(group.zero, group.damage).statistic
         print(f"\n{PARTS[str(part)]}s, 4 bits: rank correlation of forecast and damage {rho:.2f}")
         columns = ["model", "sink_1", "zero", "lost_bits", "damage", "damage_others"]
-        print(group[columns].to_markdown(index=False, floatfmt=".3f"))
+        print(group[columns].round(3).to_csv(index=False, sep="|"))
     print("\nall formats, nats of loss:")
     print(table.pivot(index="model", columns=["part", "format"], values="damage").round(4))
     largest = table.groupby("model")[
