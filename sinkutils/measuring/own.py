@@ -72,6 +72,8 @@ class OwnModel:
         first = self.first
         of_text = [x[:, :, first:] for x in (q, k, v)]
         tally.add_qkv(layer, *of_text)
+        if "sink_logit" in extras:
+            tally.sink_logits[layer] = float(extras["sink_logit"].mean())
         # Without the row of x*, which sees only itself: (B, H, T, S)
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
         # The columns are k* or x*, if there is one, followed by the T keys of the text.

@@ -93,6 +93,8 @@ class Measuring(Pass):
             parts: Any = {edit.part: changed(edit.change, x)}
             call = call._replace(**parts)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
+        if call.sink is not None and layer not in self.tally.sink_logits:
+            self.tally.sink_logits[layer] = float(call.sink.float().mean())
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
 

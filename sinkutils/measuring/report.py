@@ -82,6 +82,7 @@ class Report:
     # (part, layer) -> (2, heads), for `peaks`; (part, layer) -> (formats,), for `forecast`
     maxima: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     lost: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    sink_logits: dict[int, float] = field(default_factory=dict)  # layer -> mean learned sink logit
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # (layer, head) -> its map
     bos: bool | None = None  # whether each sequence starts with a BOS; None: unknown
     skipped: int = 0  # the number of sequences shorter than the largest target
@@ -235,7 +236,11 @@ class Report:
         value_ratio: ||v_1|| divided by the mean norm of the other values, in the layer where this
             ratio is smallest.
         entropy: the mean entropy of a row of attention, in nats.
-        star: the mean attention to a key of its own, or to a learned sink logit.
+        star: the mean attention to a key of its own, or to a learned sink logit; sink_logit: the
+            mean of learned sink logits.
+        excess_full, excess_window: the mean excess in layers with and without a window, and
+        element_full, element_window, element_linear: the element after these blocks, and after
+            blocks without softmax attention, if the model has more than one kind.
         """
         first, *later = self.excess_by_layer()
         numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
@@ -256,6 +261,29 @@ class Report:
             numbers["entropy"] = float(self.entropy.mean())
         if self.star is not None:
             numbers["star"] = float(self.star.mean())
+        if self.sink_logits:
+            numbers["sink_logit"] = float(np.mean([*self.sink_logits.values()]))
+        return numbers | self._by_kind()
+
+    def _by_kind(self) -> dict[str, float]:
+        """The excess and the element by kind of layer, if the model has layers of several kinds."""
+        windows = self.windows or (None,) * len(self.layers)
+        kinds = {}  # block -> its kind
+        for layer, window in zip(self.layers, windows, strict=True):
+            kinds[layer] = "full" if window is None else "window"
+        elements = None if self.first_elements is None else self.first_elements.amax(dim=1)
+        for block in range(0 if elements is None else len(elements)):
+            kinds.setdefault(block, "linear")
+        if len({*kinds.values()}) == 1:
+            return {}
+        numbers = {}
+        excess = dict(zip(self.layers, self.excess_by_layer(), strict=True))
+        for kind in sorted({*kinds.values()}):
+            blocks = [block for block, of_block in kinds.items() if of_block == kind]
+            if kind != "linear":
+                numbers[f"excess_{kind}"] = float(np.mean([excess[block] for block in blocks]))
+            if elements is not None:
+                numbers[f"element_{kind}"] = float(elements[blocks].max())
         return numbers
 
     @property

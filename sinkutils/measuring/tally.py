@@ -105,6 +105,7 @@ class Tally:
     def __post_init__(self) -> None:
         # (part, layer) -> the largest |element| of each head, at the first token and at the others
         self.peaks: dict[tuple[str, int], Tensor] = {}
+        self.sink_logits: dict[int, float] = {}  # layer -> the mean learned sink logit
         self.values: Values = defaultdict(lambda: defaultdict(list))
         self.sums: Sums = defaultdict(dict)
 
@@ -296,6 +297,7 @@ class Tally:
             fields["star"] = torch.stack(stars, dim=1)
         if len(values["entropy"]) == len(alphas):  # every layer showed whole rows, or a kernel's
             fields["entropy"] = torch.stack(list(values["entropy"].values()), dim=1)
+        fields["sink_logits"] = self.sink_logits
         fields["maxima"] = {place: peaks.cpu() for place, peaks in self.peaks.items()}
         for part in ("k", "v"):
             for layer, lost in values[f"lost_{part}"].items():
