@@ -90,6 +90,8 @@ class Report:
     path: str = ""  # how alpha was computed, in words
     # For each attention layer, how many keys a query sees; None: all. Empty: no layer has a window.
     windows: tuple[int | None, ...] = ()
+    # Of texts packed in a row, whether they saw each other, in words. Empty: each row is one text.
+    packed: str = ""
     digest: str = ""  # a hash of the token ids: equal for reports of the same texts
 
     @property
@@ -326,6 +328,8 @@ class Report:
             text += (
                 f"skipped {self.skipped} sequences: shorter than the largest target, {largest}\n"
             )
+        if self.packed:
+            text += f"texts packed in a row: {self.packed}\n"
         table = pd.DataFrame()
         for k, alpha in self._shares.items():
             key = "*" if k == "star" else k
