@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +112,7 @@ def report(
 
 def layers_of(**parts: Iterable[Any] | None) -> Iterable[dict[str, Any]]:
     """For each layer its arrays by name. Raises ValueError if there are not equally many of each."""
-    iterators = {}
+    iterators: dict[str, Iterator[Any]] = {}
     for name, values in parts.items():
         if values is None:
             iterators[name] = repeat(None)
