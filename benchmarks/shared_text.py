@@ -14,10 +14,10 @@ import json
 import numpy as np
 import torch
 import torch.nn.functional as F
+from sinkutils.study.packing import Chunks, DataConfig
 
 import sinkutils as su
 from sinkutils import paths
-from sinkutils.study.packing import Chunks, DataConfig
 from sinkutils.study.record import Record
 
 LENGTHS = (16, 32)

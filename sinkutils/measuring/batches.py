@@ -177,7 +177,7 @@ class Inputs:
             "attention_mask must be 1 at tokens and 0 at padding, or 1, 2, .. for the texts packed "
             "in a row, and holds something else",
         )
-        real = numbers > 0
+        real: Tensor = numbers > 0
         require(bool(real.any(dim=1).all()), "attention_mask has a row of padding")
         return real
 
