@@ -115,3 +115,26 @@ def forecast_line(maxima: Mapping[tuple[str, int], Tensor], forecast: pd.DataFra
             f"to zero and {share['v']:.0f} % of their values"
         )
     return line
+
+
+def by_kind(
+    layers: Mapping[int, tuple[int | None, float]], elements: Tensor | None
+) -> dict[str, float]:
+    """Excess and element by kind of layer, if a model has several kinds, for `Report.summary`.
+
+    layers: for each block with softmax attention, its window (None: none) and its excess.
+    elements: `Report.first_elements`, (blocks, d); None: not measured.
+    """
+    kinds = {block: "full" if window is None else "window" for block, (window, _) in layers.items()}
+    for block in range(0 if elements is None else len(elements)):
+        kinds.setdefault(block, "linear")
+    names = sorted({*kinds.values()})
+    numbers: dict[str, float] = {}
+    for kind in names if len(names) > 1 else []:
+        blocks = [block for block, name in kinds.items() if name == kind]
+        if kind != "linear":
+            excess = [layers[block][1] for block in blocks]
+            numbers[f"excess_{kind}"] = sum(excess) / len(excess)
+        if elements is not None:
+            numbers[f"element_{kind}"] = float(elements[blocks].max())
+    return numbers

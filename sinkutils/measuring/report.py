@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinkutils.checks import numbers, require
-from sinkutils.measuring.peaks import forecast_line, forecast_table, peaks_table
+from sinkutils.measuring.peaks import by_kind, forecast_line, forecast_table, peaks_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -280,28 +280,10 @@ class Report:
             numbers["star"] = float(self.star.mean())
         if self.sink_logits:
             numbers["sink_logit"] = float(np.mean([*self.sink_logits.values()]))
-        return numbers | self._by_kind()
-
-    def _by_kind(self) -> dict[str, float]:
-        """The excess and the element by kind of layer, if the model has layers of several kinds."""
         windows = self.windows or (None,) * len(self.layers)
-        kinds = {}  # block -> its kind
-        for layer, window in zip(self.layers, windows, strict=True):
-            kinds[layer] = "full" if window is None else "window"
-        elements = None if self.first_elements is None else self.first_elements.amax(dim=1)
-        for block in range(0 if elements is None else len(elements)):
-            kinds.setdefault(block, "linear")
-        if len({*kinds.values()}) == 1:
-            return {}
-        numbers = {}
-        excess = dict(zip(self.layers, self.excess_by_layer(), strict=True))
-        for kind in sorted({*kinds.values()}):
-            blocks = [block for block, of_block in kinds.items() if of_block == kind]
-            if kind != "linear":
-                numbers[f"excess_{kind}"] = float(np.mean([excess[block] for block in blocks]))
-            if elements is not None:
-                numbers[f"element_{kind}"] = float(elements[blocks].max())
-        return numbers
+        pairs = zip(windows, self.excess_by_layer(), strict=True)
+        of_layers = dict(zip(self.layers, pairs, strict=True))
+        return numbers | by_kind(of_layers, self.first_elements)
 
     @property
     def peaks(self) -> pd.DataFrame:
