@@ -14,11 +14,12 @@ import json
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sinkutils.study.packing import Chunks, DataConfig
 
 import sinkutils as su
 from sinkutils import paths
+from sinkutils.study.config import DataConfig
 from sinkutils.study.record import Record
+from sinkutils.study.task import Chunks
 
 LENGTHS = (16, 32)
 CHUNKS = 128  # of the validation text, as the records' own loss has them

@@ -86,6 +86,8 @@ class OwnModel:
         first = self.first
         of_text = [x[:, :, first:] for x in (q, k, v)]
         tally.add_qkv(layer, *of_text)
+        if "sink_logit" in extras:
+            tally.sink_logits[layer] = float(extras["sink_logit"].mean())
         B, H, T, _ = q.shape
         length = T - first  # of the text
         # A long text is measured some queries at a time, so that memory grows with its length only.
@@ -97,7 +99,10 @@ class OwnModel:
             rows = q[:, :, start : start + size]
             shares = attention_shares(rows, k, v, spec, extras, start)  # (B, H, rows, S)
             # The columns are k* or x*, if there is one, followed by the keys of the text.
-            parts.append(tally.reduced(layer, shares[..., -length:]))
+            reduced = tally.reduced(layer, shares[..., -length:])
+            if tally.entropy:  # with the star's share
+                reduced = reduced._replace(entropy=torch.special.entr(shares).sum(dim=-1))
+            parts.append(reduced)
             if first or spec.has_star:
                 stars.append(shares[..., -length - 1])
         tally.add_weights(layer, parts)

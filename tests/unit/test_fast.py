@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from sinkutils.measuring import passes
 from sinkutils.model import fast, pieces
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, widest
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 
 OPERATIONS = [
     {},
@@ -190,11 +190,6 @@ def test_softpick_is_its_formula_for_logits_of_any_size(form, dtype, long_forms)
             rel = 1e-5 if dtype == torch.float32 else 0.01
             assert out.item() == pytest.approx(expected.item(), rel=rel), size
             assert_close(got.double(), slope, rtol=rel, atol=rel * float(slope.abs().max()))
-
-
-def test_a_device_without_float64_computes_the_elu_kernel_in_float32():
-    assert widest(torch.device("mps")) == torch.float32
-    assert widest(torch.device("cpu")) == torch.float64
 
 
 def test_minus_infinity_in_the_position_term_gives_zero_rows():
