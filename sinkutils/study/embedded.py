@@ -175,7 +175,7 @@ def files_with(*suffixes: str) -> Iterator[Path]:
     for path in files:
         if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name):
             paths.append(path)
-    yield from tqdm(paths, desc="reading sources", unit="file", leave=False)
+    yield from tqdm(paths, desc="reading sources", unit="file", leave=False, disable=None)
 
 
 def _standard_library() -> Iterator[Path]:

@@ -228,7 +228,7 @@ def to_its_end(
         unit="step",
         leave=False,
         mininterval=2,
-        disable=not progress,
+        disable=None if progress else True,  # no bar if stderr is no terminal
     )
     with bar:
         while True:
@@ -369,8 +369,9 @@ def _state_of(run: Run, path: Path) -> Json:
         reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
     except CorruptRecord as error:
         reason = str(error)
-    # A sweep searches the log of its worker for these words (`sweep.AGAIN`).
-    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
+    again = f"{reason}; training starts again from step 0"
+    warnings.warn(again, stacklevel=4)
+    run.more["restarted"] = again
     return {}
 
 
