@@ -6,13 +6,13 @@ from sinkutils.ledger.table import verdict as verdict
 from sinkutils.measuring import surgery as surgery
 from sinkutils.measuring.callback import SinkCallback as SinkCallback
 from sinkutils.measuring.compare import compare as compare
-from sinkutils.measuring.load import load_lm as load_lm
 from sinkutils.measuring.measure import measure as measure
-from sinkutils.measuring.probes import probe as probe
 from sinkutils.model.attention import AttentionSpec as AttentionSpec
 from sinkutils.model.attention import attend as attend
 from sinkutils.model.decoder import LMConfig as LMConfig
 from sinkutils.model.decoder import TransformerLM as TransformerLM
+from sinkutils.names import load_lm as load_lm
+from sinkutils.names import probe as probe
 from sinkutils.plots.interactive import Interactive as Interactive
 from sinkutils.plots.interactive import explore as explore
 from sinkutils.plots.interactive import film as film

@@ -23,7 +23,7 @@ from sinkutils.paths import read_yaml
 from sinkutils.plots.figures import token_label
 from sinkutils.plots.interactive import maps_of
 from sinkutils.study.config import RunConfig
-from sinkutils.study.packing import fix_position
+from sinkutils.study.task import fix_position
 
 CHECKPOINTS = LAB.parents[1] / "data" / "lab"
 MODELS = ("fixed_1", "k_bias", "sigmoid", "default", "learnable_random_1_unscored")

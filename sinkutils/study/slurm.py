@@ -50,6 +50,17 @@ class Job(Batch):
         return DelayedSubmission(self)
 
 
+def check() -> None:
+    """Raise ImportError without submitit, and ValueError if this machine is none of a cluster."""
+    import submitit  # noqa: F401
+
+    require(
+        shutil.which("sbatch") is not None and shutil.which("srun") is not None,
+        "there is no Slurm here (no sbatch or srun): start the sweep on a machine of the cluster, "
+        "or train the runs here, without --slurm",
+    )
+
+
 def submit(
     batch: Batch, options: Mapping[str, str], seconds: Sequence[float], ended: Ended
 ) -> list[RunOutcome]:
@@ -61,16 +72,11 @@ def submit(
     or of sbatch. By default a job has one core, and one GPU if the runs need one. A job trains as
     many runs at a time as `cpus_per_task` or `gpus_per_node` says.
     seconds: how long each run takes, by estimate.
-    Raises ImportError without submitit, and ValueError if there is no Slurm or it refuses the jobs.
+    Raises ValueError if Slurm refuses the jobs.
     """
     import submitit
     from submitit.helpers import as_completed
 
-    require(
-        shutil.which("sbatch") is not None and shutil.which("srun") is not None,
-        "there is no Slurm here (no sbatch or srun): start the sweep on a machine of the cluster, "
-        "or without --slurm, which trains the runs here",
-    )
     gpu = batch.device.startswith("cuda")
     chosen = _parameters(options, gpu)
     workers = _number(chosen.get("gpus_per_node" if gpu else "cpus_per_task", 1))
@@ -86,7 +92,7 @@ def submit(
         minutes = max(minutes, math.ceil(SLACK * longest / 60))
     chosen.setdefault("time", min(minutes, MOST_MINUTES))
     chosen.setdefault("array_parallelism", batch.jobs)
-    chosen.setdefault("job_name", f"{batch.runs[0].preset}, {len(batch.runs)} runs")
+    chosen.setdefault("job_name", f"{batch.runs[0].preset}:{len(batch.runs)}runs")
     executor = submitit.SlurmExecutor(batch.logs / "submitit", max_num_timeout=TIMEOUTS)
     known = executor._valid_parameters()
     others = {name: chosen.pop(name) for name in [*chosen] if name not in known}
@@ -97,7 +103,7 @@ def submit(
     except RuntimeError as error:
         raise ValueError(f"Slurm took no job: {' '.join(str(error).split())}") from error
     number, _, _ = submitted[0].job_id.partition("_")
-    say(f"{len(jobs)} jobs are in the queue (squeue --job {number}), and outlive this sweep")
+    say(f"the queue has job {number} in {len(jobs)} parts, which outlive this sweep (squeue)")
     outcomes = list[RunOutcome]()
     for done in as_completed(submitted):
         job = jobs[submitted.index(done)]

@@ -31,11 +31,11 @@ from tqdm import tqdm
 from sinkutils import paths
 from sinkutils.checks import device as find_device
 from sinkutils.checks import first_line, integer, real
-from sinkutils.study.config import FinetuneConfig, Json, RunConfig
-from sinkutils.study.corpus import Identity, load_corpus, located
-from sinkutils.study.grid import config, find_preset
+from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
+from sinkutils.study.corpus import load_corpus, located
+from sinkutils.study.grid import find_preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, RunLocked
-from sinkutils.study.store import Folder, RunFolder, Runs
+from sinkutils.study.store import Folder, RunFolder, Runs, before
 
 POLL_SECONDS = 0.2  # between two looks at the runs that other processes are training
 STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM
@@ -281,10 +281,8 @@ def _unsaid(status: int, log: Path) -> Json:
 def _locked(run_folder: RunFolder, store: Runs) -> bool:
     """Whether another process is training the run, or the run that a fine-tuning starts from."""
     run = run_folder.config
-    if isinstance(run, FinetuneConfig):
-        before = config(run.start, run.preset, run.seed)
-        start = store.of(before, run_folder.corpus)
-        return run_folder.locked() or start.locked()
+    if isinstance(run, FinetuneConfig) and store.of(before(run), run_folder.corpus).locked():
+        return True
     return run_folder.locked()
 
 
@@ -327,6 +325,10 @@ def sweep(
     device = device or find_preset(preset_name).device
     if slurm is None:
         find_device(device)
+    else:
+        from sinkutils.study.slurm import check, submit
+
+        check()
     # Every worker gets the same folder, text and preset as arguments.
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     options = ["--preset", preset_name, "--checkpoint-seconds", str(checkpoint_seconds)]
@@ -355,8 +357,6 @@ def sweep(
 
         if slurm is None:
             return batch(count)
-        from sinkutils.study.slurm import submit
-
         return submit(batch, slurm, seconds_a_run(missing, store), count)
 
 

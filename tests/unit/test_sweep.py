@@ -27,9 +27,9 @@ from sinkutils.study import grid
 from sinkutils.study import record as records_module
 from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
-from sinkutils.study.run import Run
 from sinkutils.study.store import Runs
 from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, reported, sweep
+from sinkutils.study.train import Run
 
 pytestmark = pytest.mark.slow
 
@@ -403,7 +403,7 @@ def test_no_bar_goes_to_what_is_no_terminal(quick, runs, capsys):
 
 def test_the_estimate_follows_the_records(runs):
     (run, usual), *_ = estimate("smoke", (0,), only=["k_bias"])
-    assert usual == pytest.approx(grid.PRESETS["smoke"].seconds)
+    assert usual == pytest.approx(grid.presets()["smoke"].seconds)
     for seed, rate in enumerate((1.0, 100.0, 50.0)):
         folder = made_up(runs, "fixed_1", seed=seed)
         file = folder.folder / "provenance.json"
