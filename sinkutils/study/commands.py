@@ -6,6 +6,7 @@ A module that loads PyTorch, which takes seconds, is imported inside the command
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from datetime import timedelta
 
@@ -94,6 +95,10 @@ def train_command(options: argparse.Namespace) -> None:
         record = train(run, device=device, keep_weights=keep, **where)
         restarted = record.provenance.get("restarted")
         outcome.update(status=record.status, reason=record.reason, restarted=restarted)
+    if (
+        os.environ.get("RANK", "0") != "0"
+    ):  # of several processes that share a run, the first says it
+        return
     name = short_name(record.folder)
     if record.status == "failed":
         print(f"{name}: training failed ({record.reason}); this is recorded as the result")

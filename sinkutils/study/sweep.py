@@ -139,7 +139,7 @@ class Workers:
     """The processes of a sweep on this machine, at most one in each of its places."""
 
     def __init__(self, free: list[tuple[str, dict[str, str]]]) -> None:
-        self.running = set[subprocess.Popen[bytes]]()
+        self.running: set[subprocess.Popen[bytes]] = set()
         self.stopped = False
         self.lock = threading.Lock()
         self.free = SimpleQueue[tuple[str, dict[str, str]]]()

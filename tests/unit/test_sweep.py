@@ -1,7 +1,6 @@
 """Sweeps: only what is missing, never one run by two workers, and no failure stops the others."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +31,12 @@ from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, re
 from sinkutils.study.train import Run
 
 pytestmark = pytest.mark.slow
+
+
+def printed(capsys):
+    """What a sweep printed, without the lines of its workers, which have the name of a record."""
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("smoke@"))
 
 
 def as_worker(patch, file):
@@ -181,7 +186,7 @@ class Command:
 
     def run(self, arguments, file):
         """What stands for a worker's process; returns its exit status."""
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        with pytest.MonkeyPatch.context() as patch:
             as_worker(patch, file)
             asked = parser().parse_args(["train", *arguments, "--device", "cpu"])
             try:
@@ -246,13 +251,13 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
         assert sweep.status() == 1
     reason = rf"\[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
-    assert re.fullmatch(said, capsys.readouterr().out)
+    assert re.fullmatch(said, printed(capsys))
     partial = sweep.folder(0).with_name("0.partial")
     assert {path.name for path in partial.parent.iterdir()} == {partial.name, "1"}
     assert {path.name for path in partial.iterdir()} == {"checkpoint.pt", "lock"}
     assert sweep.results(1) == expected[1:2]
     assert sweep.status() == 0 and sweep.steps == {0: 60 - saved}
-    assert re.fullmatch(r"k_bias +seed 0  done  \n", capsys.readouterr().out)
+    assert re.fullmatch(r"k_bias +seed 0  done  \n", printed(capsys))
     assert sweep.results(0, 1) == expected[:2]
 
 
@@ -294,7 +299,7 @@ def test_a_damaged_checkpoint_is_trained_again_and_stops_no_other(command, undis
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
     assert sweep.status() == 0 and sweep.steps == {0: 60, 1: 60, 2: 20}
-    said = [line.partition("done")[2].strip() for line in capsys.readouterr().out.splitlines()]
+    said = [line.partition("done")[2].strip() for line in printed(capsys).splitlines()]
     damage = "{}.partial/checkpoint.pt is truncated or changed; training starts again from step 0"
     assert said == [damage.format(0), damage.format(1), ""]
     assert sweep.results(0, 1, 2) == expected
