@@ -16,6 +16,7 @@ _HOMES = {
     "measure": "measuring.measure",
     "compare": "measuring.compare",
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
+    "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run
     "SinkCallback": "measuring.callback",
     "probe": "names",
     "load_lm": "names",
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
     module = import_module(f"sinkutils.{_HOMES[name]}")
-    value = module if name == "surgery" else getattr(module, name)
+    value = module if name in ("surgery", "sinkcheck") else getattr(module, name)
     globals()[name] = value
     return value
 

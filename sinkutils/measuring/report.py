@@ -76,9 +76,13 @@ class Report:
     bos: bool | None = None  # whether each sequence starts with a BOS; None: unknown
     skipped: int = 0  # the number of sequences shorter than the largest target
     name: str = ""
-    path: str = ""  # how alpha was computed, in words
+    # How alpha was computed, in words: "fused", "exact", "eager weights", "dense". "fused in 23 of 24
+    # layers": in one, no kernel could compute it or proved right, and whole rows were computed.
+    path: str = ""
     # For each attention layer, how many keys a query sees; None: all. Empty: no layer has a window.
     windows: tuple[int | None, ...] = ()
+    # Of texts packed in a row, whether they saw each other, in words. Empty: each row is one text.
+    packed: str = ""
     digest: str = ""  # a hash of the token ids: equal for reports of the same texts
 
     @property
@@ -120,8 +124,8 @@ class Report:
 
         In uniform attention, query i spreads over the i keys that it sees: for k = 1, u = H_T / T.
         In a layer with a window of w keys it spreads over min(i, w) keys, and for "star" over the
-        star as well. For a prefix LM, u ignores the prefix; there, uniform attention over the
-        model's own mask has an excess a little below 0.
+        star as well. For k = 1, 2, .. u ignores a star and the prefix of a prefix LM. There, uniform
+        attention over all that a query sees has an excess a little below 0; `str` prints how far.
         """
         return float(self._excess(k).mean())
 
@@ -168,9 +172,22 @@ class Report:
         return torch.tensor(rows, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
-        """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
+        """A 95 % interval of Sink_k^eps over sequences, in percent; k may be "star".
+
+        It is a bootstrap over sequences. Where all of them have 0 %, or all 100 %, a bootstrap would
+        say that there is no doubt; then it is the interval of Clopper and Pearson for a share of
+        the sequences. One sequence says nothing of others: (0, 100).
+        """
         is_sink = self._is_sink(k, eps)
         by_text = is_sink.mean(dim=(1, 2)).numpy()  # (samples,)
+        count = len(by_text)
+        if count == 1:
+            return 0.0, 100.0
+        doubt = 100 * (1 - 0.025 ** (1 / count))
+        if by_text.max() == 0:
+            return 0.0, doubt
+        if by_text.min() == 1:
+            return 100 - doubt, 100.0
         # We resample texts, not heads: the heads of one model are no independent sample.
         rng = np.random.default_rng(0)
         drawn = rng.choice(by_text, (DRAWS, len(by_text)))
@@ -262,6 +279,8 @@ class Report:
             text += (
                 f"skipped {self.skipped} sequences: shorter than the largest target, {largest}\n"
             )
+        if self.packed:
+            text += f"texts packed in a row: {self.packed}\n"
         table = pd.DataFrame()
         for k, alpha in self._shares.items():
             key = "*" if k == "star" else k
@@ -270,8 +289,19 @@ class Report:
                 sink = self.sink(k, eps)
                 low, high = self.interval(k, eps)
                 column = f"Sink eps={eps:g} [95 % over texts]"
-                table.loc[key, column] = f"{sink:.2f} % [{low:6.2f}, {high:6.2f}]"
+                interval = f"[{low:6.2f}, {high:6.2f}]" if self.samples > 1 else "[n = 1]"
+                table.loc[key, column] = f"{sink:.2f} % {interval}"
         text += str(table.rename_axis(columns="key").to_string())
+        if len(self.targets) > 1:
+            most = max(self.targets, key=self.excess)
+            text += (
+                f"\nmost attention: position {most}, of those measured "
+                f"(excess {self.excess(most):.3f}, mean over texts, layers and heads)"
+            )
+        if self.star is not None:
+            even = uniform_alpha(self.length, 1, None, own_keys=1)
+            of_even = excess(even, uniform_alpha(self.length))
+            text += f"\nthe excess ignores the key *: even attention to all has {of_even:.3f}"
         for k in self.targets:
             cap = min(self.caps(k))
             if cap < 1:

@@ -120,8 +120,14 @@ def attend(
         not return_lse or (spec.is_softmax and not spec.differential),
         "return_lse needs a softmax: similarity='exp', normalizer='sum', not differential",
     )
+    if spec.sink_logit != "none" or logit_scale is not None:
+        # A sink in float32, or a scale, must not be rounded beside queries in bfloat16.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q = q.to(wide)
+        k = k.to(wide)
     if logit_scale is not None:
         real("logit_scale", logit_scale, "positive and finite", more=True)
+        require(spec.kernel == "identity", "logit_scale needs kernel='identity'")
         q = q * (logit_scale * q.shape[-1] ** 0.5)  # the logits are divided by sqrt(D)
     if learned.mix is not None:
         # Ye et al. 2024: A = A_1 - lambda A_2. Both maps use the same values and the same position
@@ -131,10 +137,6 @@ def attend(
         out_2, weights_2, _ = _attend(halves(q)[1], k, v, spec, g, seen, start)
         mix = learned.mix.to(v.dtype)
         return out - mix * out_2, weights - mix * weights_2
-    if spec.sink_logit != "none":  # a sink in float32 must not be rounded beside q in bfloat16
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q = q.to(wide)
-        k = k.to(wide)
     q, k, v = prepared(q, k, v, spec, learned)
     out, weights, logits = _attend(q, k, v, spec, learned.distance_bias, seen, start)
     out = finished(out, spec, learned)
