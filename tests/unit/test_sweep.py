@@ -227,8 +227,8 @@ def command(undisturbed, text_folder, runs, monkeypatch):
     return make
 
 
-FULL = {  # the file for which there is no room: how it is called, and the step that stays saved
-    "checkpoint.pt.tmp": ("checkpoint.pt", 20),
+FULL = {  # the end of the name of the file without room: what is not saved, and the step that stays saved
+    ".tmp": ("checkpoint.pt", 20),
     "metrics.json": ("record smoke@[^ ]+/k_bias/0", 40),
 }
 
@@ -240,8 +240,9 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
 
     def write(path, data, really=records_module.write_synced):
-        if path.name == file and path.parent.name.startswith(("0", ".0")) and sweep.steps[0] > 20:
-            path.write_bytes(data[: len(data) // 2])
+        of_first = path.parent.name.startswith(("0", ".0")) and not sweep.steps[1]
+        if path.name.endswith(file) and of_first and sweep.steps[0] > 20:
+            path.write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         really(path, data)
 
