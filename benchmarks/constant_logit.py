@@ -18,7 +18,8 @@ from open_lms import FEW, usual_first
 from spread import SINK, Logits, spreads, strongest_of
 from torch import Tensor
 
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 # From which block on, counted from 0, a model has a sink on x_1: before it there is no constant to find.
 FIRST_BLOCK = {"smollm2": 3, "qwen2.5-coder-0.5b": 3, "gemma-3-270m": 0}

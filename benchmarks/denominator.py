@@ -17,7 +17,8 @@ from inside import blocks, excess, keep, passed
 from open_lms import FEW, usual_first
 from torch import Tensor, nn
 
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 # Is the element read? Is it in the denominator?
 CASES = {

@@ -18,7 +18,8 @@ from inside import blocks, keep, passed
 from open_lms import usual_first
 from torch import Tensor
 
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 TEXTS, LENGTH = 16, 128
 LARGE = 100  # in the units of the states; the first token has some 700

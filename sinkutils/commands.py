@@ -164,7 +164,7 @@ def measure_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import require
     from sinkutils.measuring.probes import BOS
     from sinkutils.measuring.report import check_epsilons, check_targets
-    from sinkutils.measuring.texts import read_texts
+    from sinkutils.measuring.texts import natural_digest, read_texts
     from sinkutils.names import open_corpus, subject
 
     # The options are checked before a model is loaded, which may take long.
@@ -197,6 +197,8 @@ def measure_command(options: argparse.Namespace) -> None:
         print(json.dumps(numbers))
         return
     print("\n\n".join(map(str, reports.values())))
+    if "natural" in kinds and corpus is None:
+        print(f"\nnatural text: held-out docstrings, SHA-256 {natural_digest()}")
     if len(options.model) > 1:  # one row per input: checkpoints of one run give a training curve
         summaries = {title: report.summary() for title, report in reports.items()}
         table = pd.DataFrame(summaries).T

@@ -16,7 +16,7 @@ from helpers import own_model, tokens
 from small_models import build
 from torch.testing import assert_close
 
-from sinkutils.measuring.subject import Subject
+from sinkutils.measuring.probes import Subject
 from sinkutils.measuring.surgery import edit, untouched
 
 TARGETS = (1, 2)
