@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import fake_slurm
 import pytest
 import torch
 from helpers import interrupted, made_up, refused, refuses
@@ -26,6 +27,7 @@ from sinkutils.study import grid
 from sinkutils.study import record as records_module
 from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
+from sinkutils.study.slurm import minutes_of
 from sinkutils.study.store import Runs
 from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, reported, sweep
 from sinkutils.study.train import Run
@@ -417,6 +419,32 @@ def test_the_estimate_follows_the_records(runs):
     (_, seconds), *_ = estimate("smoke", (0,), only=["k_bias"])
     tokens = run.train.steps * run.train.batch_size * run.model.context_length
     assert seconds == pytest.approx(tokens / 50)
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("90", 90), ("90:30", 91), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-0:0:1", 1)],
+)
+def test_time_limits_of_slurm_are_minutes(limit, minutes):
+    assert minutes_of(limit) == minutes
+
+
+@pytest.mark.parametrize("limit", ["soon", "1:2:3:4", "", "x-1", "1:"])
+def test_a_time_limit_that_slurm_does_not_know_is_refused(limit):
+    refuses("time must be a limit such as 90", minutes_of, limit)
+
+
+def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
+    usual = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refuses("there is no Slurm here", of_smoke, slurm={})
+    fake_slurm.install(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'queue'}{os.pathsep}{usual}")
+    refuses("Slurm took no job: .*invalid partition", of_smoke, slurm={"partition": "night"})
+    refuses("time must be", of_smoke, slurm={"time": "soon"})
+    assert [file.name for file in runs.iterdir()] == ["logs"]
 
 
 def wait_until(condition, seconds=240):
