@@ -18,8 +18,8 @@ from transformers.masking_utils import eager_mask
 
 from sinkutils import paths
 from sinkutils.measuring.probes import Subject
-from sinkutils.model.attention import visible
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.masks import visible
 
 # change(layer, q, k, logits) -> logits (B, H, T, T), -inf where a key is not seen. q: (B, H, T, D)
 # and scaled, so that logits = q k^T; k: (B, H, T, D), repeated where heads share keys.

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from inside import keep
-from sinkutils.study.run import Run
-from sinkutils.study.trainer import load_checkpoint, reproducible, save_checkpoint
 from torch import Tensor
 
 from sinkutils.measuring.tally import lower_median
+from sinkutils.paths import cache_root
 from sinkutils.study import grid
-from sinkutils.study.corpus import cache_root, load_corpus
+from sinkutils.study.corpus import load_corpus
+from sinkutils.study.step import reproducible
+from sinkutils.study.train import Run, load_checkpoint, save_checkpoint
 
 STEPS = 3000
 OFTEN, UNTIL, SELDOM = 25, 1000, 100  # a look every OFTEN steps until UNTIL, then every SELDOM

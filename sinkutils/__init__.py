@@ -14,6 +14,7 @@ _HOMES = {
     "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
+    "report": "measuring.maps",
     "compare": "measuring.compare",
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
     "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run

@@ -7,6 +7,7 @@ from sinkutils.measuring import sinkcheck as sinkcheck
 from sinkutils.measuring import surgery as surgery
 from sinkutils.measuring.callback import SinkCallback as SinkCallback
 from sinkutils.measuring.compare import compare as compare
+from sinkutils.measuring.maps import report as report
 from sinkutils.measuring.measure import measure as measure
 from sinkutils.model.attention import AttentionSpec as AttentionSpec
 from sinkutils.model.attention import attend as attend

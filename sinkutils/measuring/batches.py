@@ -12,6 +12,7 @@ with its own mask and positions, and each of its texts is a sample of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -202,6 +203,13 @@ class Inputs:
                 x = x if self._axis(name) == 0 else x[0]  # some have several for a token
                 self._by_token(name, x)
                 steps = x.to("cpu").long().diff(dim=1)
+                if bool((steps > 1).any()):
+                    warnings.warn(
+                        "position_ids have steps other than 1: without a mask and a cache, "
+                        "transformers takes what follows one for another text, which sees nothing "
+                        "before it",
+                        stacklevel=5,
+                    )
                 found[name] = F.pad(steps <= 0, (1, 0)).cumsum(dim=1)
             elif name.startswith("cu_seq"):
                 found[name] = self._by_length(name, x)

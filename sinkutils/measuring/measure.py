@@ -30,6 +30,7 @@ def measure(
     attention_mask: Tensor | None = None,
     batch_size: int | None = None,
     norms: bool = True,
+    entropy: bool = False,
     heads: Sequence[tuple[int, int]] = (),
     exact: bool = False,
     check: bool = True,
@@ -54,7 +55,8 @@ def measure(
         cu_seq_lens and seq_idx tell of them. Such a row runs as it is, and each of its texts is a
         sample. Whether the model keeps them apart is said in `Report.packed`.
     batch_size: sequences per forward pass; None: about 8192 tokens.
-    norms: whether l2-norms are measured.
+    norms: whether l2-norms and the largest elements are measured.
+    entropy: whether the entropy of attention is measured, which costs the attention once more.
     heads: 0-based (layer, head) pairs whose maps A_ij, queries and keys are kept (`Kept`).
     exact: never use the fused kernel (transformers models only).
     check: first run a text of at most 16 of the ids' tokens, once or twice, to verify that
@@ -95,7 +97,7 @@ def measure(
         warn_of_padding(inputs.ids, model, firsts)
     warn_of_two_bos(texts, firsts)
     # --- the forward passes
-    tally = Tally(targets, int(lengths.max()), norms, pairs)
+    tally = Tally(targets, int(lengths.max()), norms, pairs, entropy)
     order: list[int] = []  # the indices of the texts, in the order in which they run
     state = LeftAsFound()
     # Entered twice: if an interrupt stops the inner context while it restores the model, the outer

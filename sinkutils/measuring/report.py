@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinkutils.checks import numbers, require
+from sinkutils.measuring.peaks import by_kind, forecast_line, forecast_table, peaks_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 if TYPE_CHECKING:  # a table of records needs the arithmetic below, and no PyTorch
     from torch import Tensor
@@ -72,6 +76,13 @@ class Report:
     hidden_peaks: Tensor | None = None
     first_elements: Tensor | None = None  # (blocks, d): each |element| of h_1^l, over that median
     star: Tensor | None = None  # (samples, layers, heads): alpha_*, the attention to "star"
+    # (samples, layers, heads): entropy of a row of attention in nats, mean over queries; the star's
+    # share is one of its weights. None where it was not asked for.
+    entropy: Tensor | None = None
+    # (part, layer) -> (2, heads), for `peaks`; (part, layer) -> (formats,), for `forecast`
+    maxima: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    lost: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    sink_logits: dict[int, float] = field(default_factory=dict)  # layer -> mean learned sink logit
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # (layer, head) -> its map
     bos: bool | None = None  # whether each sequence starts with a BOS; None: unknown
     skipped: int = 0  # the number of sequences shorter than the largest target
@@ -241,6 +252,12 @@ class Report:
             dimension (from 0).
         value_ratio: ||v_1|| divided by the mean norm of the other values, in the layer where this
             ratio is smallest.
+        entropy: the mean entropy of a row of attention, in nats.
+        star: the mean attention to a key of its own, or to a learned sink logit; sink_logit: the
+            mean of learned sink logits.
+        excess_full, excess_window: the mean excess in layers with and without a window, and
+        element_full, element_window, element_linear: the element after these blocks, and after
+            blocks without softmax attention, if the model has more than one kind.
         """
         first, *later = self.excess_by_layer()
         numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
@@ -257,7 +274,36 @@ class Report:
         if self.value_norms is not None and self.length > 1:
             ratios = norm_ratio(self.value_norms)
             numbers["value_ratio"] = float(np.nanmin(ratios))
-        return numbers
+        if self.entropy is not None:
+            numbers["entropy"] = float(self.entropy.mean())
+        if self.star is not None:
+            numbers["star"] = float(self.star.mean())
+        if self.sink_logits:
+            numbers["sink_logit"] = float(np.mean([*self.sink_logits.values()]))
+        windows = self.windows or (None,) * len(self.layers)
+        pairs = zip(windows, self.excess_by_layer(), strict=True)
+        of_layers = dict(zip(self.layers, pairs, strict=True))
+        return numbers | by_kind(of_layers, self.first_elements)
+
+    @property
+    def peaks(self) -> pd.DataFrame:
+        """The largest |element| of states, keys and values, over all texts, in absolute numbers.
+
+        Columns: part (h, k or v), block (from 1), head (key heads from 1; 0 for h, which has none),
+        first (at the first token) and others (at all others). Empty if norms were not measured.
+        """
+        return peaks_table(self.maxima)
+
+    @property
+    def forecast(self) -> pd.DataFrame:
+        """What a cache with one scale for a layer's keys, or values, would leave of them.
+
+        Columns: part (k or v), block (from 1), format (int8, fp8, int4, fp4), zero: which share of
+        the other tokens' elements, in percent, it would round to zero; lost_bits: log2 of the first
+        token's largest element over the others', or 0 if that is larger: by so many bits an integer
+        format is coarser for the others than without the first token. Empty without norms.
+        """
+        return forecast_table(self.maxima, self.lost)
 
     def __str__(self) -> str:
         import pandas as pd  # imported here, because training does not need it
@@ -309,6 +355,8 @@ class Report:
                     f"\nin layers with a window alpha_{k} is at most {cap:.3f}: "
                     f"see caps({k}), visible_alpha({k})"
                 )
+        if self.lost:
+            text += "\n" + forecast_line(self.maxima, self.forecast)
         return text
 
     @property

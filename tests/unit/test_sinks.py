@@ -242,6 +242,7 @@ def test_the_summary_of_a_report_has_its_numbers_by_their_names():
             "sink_1": report.sink(1, 0.22), "block_1": first, "later_blocks": later,
             "element": float(report.first_elements.max()), "element_block": int(block) + 1,
             "element_dimension": int(dimension), "value_ratio": min(ratios),
+            "star": float(report.star.mean()),
         }
     )  # fmt: skip
     assert report.sink_star(0.22) == report.sink("star", 0.22) != report.sink("star", 0.05)
