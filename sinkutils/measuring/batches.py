@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import instance, require, short
+from sinkutils.checks import Refused, instance, require, short
 from sinkutils.measuring.report import check_targets
 from sinkutils.measuring.tally import Source
 
@@ -261,7 +261,7 @@ class Inputs:
                 doubtful.append(name)
             elif takes is False:
                 if self._says_where(name) and self.whole and name != "attention_mask":
-                    raise ValueError(
+                    raise Refused(
                         f"{source.kind} takes no {name}, which tells of texts packed in a row or of "
                         "other positions: give each text a row of its own"
                     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import integer, require, short
+from sinkutils.checks import Refused, integer, require, short
 from sinkutils.measuring.batches import Ids, Inputs
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
@@ -151,12 +151,12 @@ def check_weights(model: nn.Module) -> None:
         offloaded = hasattr(module, "_hf_hook")  # a hook of accelerate fetches these weights
         for name, weight in module.named_parameters(path, recurse=False):
             if weight.is_meta and not offloaded:
-                raise ValueError(
+                raise Refused(
                     f"model has weights on the meta device ({name}), without numbers: load it first"
                 )
             coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
             if coarse and not getattr(model, "is_quantized", False):
-                raise ValueError(
+                raise Refused(
                     f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
                     "model.to(torch.bfloat16)"
                 )
@@ -171,7 +171,7 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> Tensor:
     tokens = torch.cat(list(rows))
     low, high = tokens.aminmax()
     if low < 0 or high >= vocabulary:
-        raise ValueError(
+        raise Refused(
             f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
             f"got {low}..{high}"
         )
@@ -195,7 +195,7 @@ def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], .
     try:
         pairs = [(layer, head) for layer, head in heads]
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise Refused(
             f"heads must be a sequence of (layer, head) pairs, got {short(heads)}"
         ) from error
     checked = [(integer("layer", layer, 0), integer("head", head, 0)) for layer, head in pairs]

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinkutils.checks import Refused
 from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, Function, repeat_heads, widened
 from sinkutils.measuring.refusals import LATER, Unreadable
@@ -113,7 +114,7 @@ class Measuring(Pass):
         self, call: Call, layer: int, function: Function, name: str
     ) -> tuple[Tensor, Tensor]:
         if self.hidden is not None:
-            raise ValueError(
+            raise Refused(
                 "keys are hidden from transformers' own attention functions alone, and "
                 f"{name!r} is none of them"
             )

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from sinkutils.checks import numbers, require
+from sinkutils.checks import Refused, numbers, require
 from sinkutils.measuring.peaks import by_kind, forecast_line, forecast_table, peaks_table
+from sinkutils.measuring.uniform import excess, norm_ratio, seeing_share, uniform_alpha
 
 if TYPE_CHECKING:
     import pandas as pd
-
-if TYPE_CHECKING:  # a table of records needs the arithmetic below, and no PyTorch
-    from torch import Tensor
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 DRAWS = 2000  # resamples of the bootstrap
@@ -34,7 +33,7 @@ BY_POSITION = (
 ).split()
 
 
-class NotFinite(ValueError):
+class NotFinite(Refused):
     """The model computed nan or infinite numbers, so that a report would mean nothing."""
 
 
@@ -178,8 +177,6 @@ class Report:
         rows = []
         for length in self.lengths.tolist():
             rows.append([function(length, k, window) for window in windows])
-        import torch
-
         return torch.tensor(rows, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
@@ -376,7 +373,7 @@ class Report:
         """
         shares = self._shares
         if k not in shares:
-            raise ValueError(
+            raise Refused(
                 f"alpha_{k} was not measured, only {[*shares]}: measure(targets=..), and star only "
                 "of a key bias k*, a sink token x* or a learned sink logit"
             )
@@ -399,68 +396,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, DIGITS)
     return value
-
-
-def seeing_share(length: int, k: int | str, window: int | None) -> float:
-    """The share of the queries k..T that see key k through a window. All queries see "star"."""
-    if window is None or k == "star":
-        return 1.0
-    queries = length - int(k) + 1
-    return min(1.0, window / queries)
-
-
-@lru_cache(maxsize=4096)
-def uniform_alpha(
-    length: int,
-    k: int | str = 1,
-    window: int | None = None,
-    own_keys: int = 0,
-) -> float:
-    """alpha_k of uniform causal attention: the mean over i = k..T of 1/i. The floor of the metric.
-
-    window: the number w of keys that a query sees at most. Query i then spreads over its last
-        min(i, w) keys.
-    own_keys: how many keys of its own, such as k*, the model adds. All queries see them, and "star"
-        is one of them.
-    """
-    first = 1 if k == "star" else int(k)
-    queries = np.arange(first, length + 1)
-    keys = queries  # the number of text keys that each query sees: query i sees i keys
-    if window is not None:
-        keys = np.minimum(queries, window)
-    if k == "star":
-        shares = 1 / (keys + max(1, own_keys))
-    else:
-        sees = queries - keys < first  # key k is inside the query's window
-        shares = sees / (keys + own_keys)
-    return float(shares.mean())
-
-
-def excess(alpha: Any, uniform: Any) -> Any:
-    """(alpha - u) / (1 - u), where u is the alpha of uniform attention.
-
-    It is 0 if each query spreads evenly over the keys that it sees, and 1 if all attention is on
-    key k. It is also 0 if each query sees only one key. alpha, uniform: numbers, arrays or tensors.
-    """
-    alone = uniform == 1  # alpha is then 1 as well; adding 1 below gives 0 / 1 instead of 0 / 0
-    return (alpha - uniform) / (1 - uniform + alone)
-
-
-def norm_ratio(norms: Any) -> list[float]:
-    """For each row, the norm at the first position over the mean norm at the others (Figs. 7, 8).
-
-    norms: (rows, positions); a row is a layer or a block. The ratio is NaN where all other norms
-    are zero, as behind a closed gate. For hidden states the last block is a special case: its
-    output predicts the next token, and its norms mean something else.
-    Raises ValueError for T = 1.
-    """
-    rows = np.asarray(norms, dtype=float)
-    require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
-    first = rows[:, 0]
-    others = rows[:, 1:].mean(axis=1)
-    others = np.where(others > 0, others, np.nan)
-    ratios: list[float] = (first / others).tolist()
-    return ratios
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:

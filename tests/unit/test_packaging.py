@@ -105,7 +105,9 @@ def test_editors_and_type_checkers_know_every_public_name():
         if isinstance(node, ast.ImportFrom):
             home = node.module.removeprefix("sinkutils.")
             for alias in node.names:  # surgery is a module, the others are in one
-                homes[alias.asname] = f"{home}.surgery" if alias.asname == "surgery" else home
+                homes[alias.asname] = (
+                    f"{home}.{alias.asname}" if alias.asname in su.MODULES else home
+                )
     assert homes == su._HOMES
 
 
