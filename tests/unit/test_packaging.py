@@ -95,7 +95,7 @@ def test_the_package_holds_its_tables_and_none_of_the_records(tmp_path):
     files = [line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
     names = {Path(line).name for line in files}
     assert {"presets.yaml", "claims.yaml", "pretraining.csv", "draw.js", "py.typed"} <= names
-    assert sum((ROOT / line).stat().st_size for line in files) < 2_000_000
+    assert sum((ROOT / line).stat().st_size for line in files) < 5_000_000
 
 
 def test_editors_and_type_checkers_know_every_public_name():
@@ -251,7 +251,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     ledger = (ROOT / "notebooks" / "10_ledger.ipynb").read_text("utf-8")
     for page in (ledger, readme):
         assert "78 claims judged under both" in page and "54 have the same verdict" in page
-    assert "clear under both: 24, 24 of them alike" in ledger
+    assert "clear under both: 27, 27 of them alike" in ledger
 
 
 @pytest.mark.parametrize(
