@@ -14,10 +14,10 @@ import json
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sinkutils.study.packing import Chunks, DataConfig
 
 import sinkutils as su
 from sinkutils import paths
+from sinkutils.study.config import DataConfig
 from sinkutils.study.record import Record
 from sinkutils.study.task import Chunks
 

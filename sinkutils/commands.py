@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sinkutils import __version__
+from sinkutils.checks import Refused
 
 WRONG = 2  # the exit status of a mistake
+DEBUG = "show the traceback of any error"
 
 
 # Each command: the module of its functions NAME_command and NAME_options, and its help.
@@ -55,6 +57,7 @@ class Command(Parser):
         if self.name:
             home = import_module(COMMANDS[self.name][0])
             getattr(home, f"{self.name}_options")(self)
+            self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
             self.set_defaults(function=getattr(home, f"{self.name}_command"))
             self.name = ""
         return super().parse_known_args(args, namespace)
@@ -77,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="python -m sinkutils", description="See, measure and re-train attention sinks."
     )
+    top.add_argument("--debug", action="store_true", help=DEBUG)
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Command)
     for name, (_, text) in COMMANDS.items():
@@ -235,7 +239,7 @@ def report_command(options: argparse.Namespace) -> None:
     folder = replaceable(options.output).parent
     require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
-        raise ValueError(f"--beside must be another model than {options.model}")
+        raise Refused(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
     # Both models read the same kind of text, each tokenised by its own tokenizer.
@@ -309,7 +313,7 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.paths import RENDERED
 
     if options.in_place and options.parameter:
-        raise ValueError(
+        raise Refused(
             "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
         )
     parameters = {}
@@ -317,7 +321,7 @@ def run_command(options: argparse.Namespace) -> int:
         try:
             parameters[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(
+            raise Refused(
                 f"-p {name}: {text!r} is not a value in YAML: quote it as a string"
             ) from error
     failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)

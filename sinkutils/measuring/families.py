@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import require
+from sinkutils.checks import Refused, require
 from sinkutils.paths import LEDGER, read_yaml
 
 # An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
@@ -25,7 +25,9 @@ Function: TypeAlias = Callable[..., Any]
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")
 # Words in a module's path: the module attends to an encoder's states, to images or to sound. It
 # does not run when the input is text alone.
-NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
+NOT_TEXT = re.compile(
+    "EncDecAttention|encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio"
+)
 # The model_types of prefix LMs, in which every token of a prompt sees the whole prompt.
 PREFIX = {"paligemma"}
 # model_type -> the axis of the residual streams in the hidden states of the families that have
@@ -58,7 +60,7 @@ def attention_layers(
         reason = "has no softmax attention layers, so it has no attention sink"
         if not type(base).__module__.startswith("transformers."):
             reason = f"shows no attention module: {INTERFACE}"
-        raise ValueError(f"{kind} {reason}")
+        raise Refused(f"{kind} {reason}")
     outside = f"{kind} has attention outside one list of blocks: give its text decoder"
     lists = set()  # names of the lists that contain attention modules, such as "layers"
     paths = {}  # attention module -> the numbers in its path, "3", or "1.3" of a list of lists
@@ -71,7 +73,7 @@ def attention_layers(
             r"(.*?)\.?(\d+(?:\.\d+)*)\.", name
         )  # "layers.3.self_attn" -> "layers", "3"
         if place is None:
-            raise ValueError(outside)
+            raise Refused(outside)
         lists.add(place[1])
         paths[module] = place[2]
     require(len(lists) == 1, outside)
@@ -102,9 +104,9 @@ def _blocks(stages: nn.ModuleList, path: str = "") -> dict[str, nn.Module]:
 
 def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether this module is softmax attention over text, by its path, class name or code."""
-    if NOT_TEXT.search(name):
-        return False
     kind = type(module).__name__
+    if NOT_TEXT.search(name) or "CrossAttention" in kind:
+        return False
     if "Attention" in kind and not NO_SOFTMAX.search(kind):
         return True
     return chooses_attention(module)
@@ -311,7 +313,7 @@ def by_registered(call: Call, function: Function, name: str) -> tuple[Tensor, Te
     for weights in others:
         if isinstance(weights, Tensor) and weights.shape == shape:
             return out, weights
-    raise ValueError(
+    raise Refused(
         f"the attention function {name!r} is none of transformers', and returns no weights "
         f"{shape} behind its output: let it return them, and they are what is measured"
     )
@@ -362,7 +364,7 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     left = torch.sigmoid(lse - by_head)  # (B, H, R, 1)
     scaled = weights * left.to(weights.dtype)
     if not _is_product(out, scaled, call):
-        raise ValueError(
+        raise Refused(
             f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights "
             "sum to one, and its output differs"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from sinkutils.checks import choice
+from sinkutils.checks import Refused, choice
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
@@ -53,7 +53,7 @@ def load_lm(
     lowered = name.lower()  # REAL_MODELS has lower-case names
     real = not here and lowered in REAL_MODELS
     if revision is not None and (here or real):
-        raise ValueError(ONE_STATE.format(name))
+        raise Refused(ONE_STATE.format(name))
     if here:
         check_path(path)
         where = name
@@ -206,7 +206,7 @@ class WithoutTokenizer:
         return self.vocabulary
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise ValueError(f"{self.why}; without it, only random and repeated ids can be made")
+        raise Refused(f"{self.why}; without it, only random and repeated ids can be made")
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(f"<{int(i)}>" for i in ids)

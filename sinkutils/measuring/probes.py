@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sinkutils.checks import choice, instance, integer, require, short
+from sinkutils.checks import Refused, choice, instance, integer, require, short
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.texts import Pieces, held_out_documents
@@ -65,7 +65,7 @@ def probe(
     corpus: None stands for the held-out documents of the corpus "docstrings".
     """
     if kind not in PROBES and (kind is not None or texts is None):
-        raise ValueError(
+        raise Refused(
             f"kind must be one of {', '.join(PROBES)}, got {short(kind)}; "
             "to measure texts of your own say probe(texts=[..], tokenizer=..)"
         )
@@ -84,9 +84,8 @@ def probe(
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, texts)
     elif kind == "natural":
-        require(
-            not isinstance(texts, Pieces), "large files are cut into windows: leave out the kind"
-        )
+        if isinstance(texts, Pieces):
+            raise Refused("large files are cut into windows: leave out the kind")
         ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
         every = set(tokenizer.get_vocab().values())
@@ -228,7 +227,7 @@ def _natural(
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
-    raise ValueError(
+    raise Refused(
         f"{len(chosen)} of {tried} documents have at least {needed} tokens, n={n} are "
         "needed: give more text, a smaller n or a smaller length; to cut texts of your own into "
         "windows and take all, leave out the kind"

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from sinkutils.checks import Refused
 from sinkutils.paths import LEDGER, read_csv
 
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -128,7 +129,7 @@ def _texts_in(lines: list[bytes], where: str) -> Iterator[str]:
         except (ValueError, TypeError, KeyError, RecursionError):
             text = None
         if not isinstance(text, str):
-            raise ValueError(
+            raise Refused(
                 f'{where}, line {number}: expected a JSON object with a string under "text"'
             )
         yield text
@@ -138,7 +139,7 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+        raise Refused(f"{where} is not UTF-8 text: {error}") from error
 
 
 def local_files(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sinkutils.checks import first_line, require, short
+from sinkutils.checks import Refused, first_line, require, short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,9 +80,7 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     for role, tokens in ROLES.items():
         found = _first(tokenizer, tokens)
         if found is None:
-            raise ValueError(
-                f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}"
-            )
+            raise Refused(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}")
         ids[role] = found
     # Often the smallest ids are special, and those of ordinary text follow.
     special = marked_special(tokenizer) | {*ids.values()}
@@ -179,7 +177,7 @@ def _told(text: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(
+        raise Refused(
             f"the tokenizer itself fails at a text of {len(text):,} characters, {short(text)}: "
             f"{first_line(error)}"
         ) from error
@@ -201,7 +199,7 @@ def bos_id(tokenizer: Any) -> int:
     else:
         token = tokenizer.bos_token_id
     if token is None:
-        raise ValueError("a BOS first needs a tokenizer with a BOS token, and this one has none")
+        raise Refused("a BOS first needs a tokenizer with a BOS token, and this one has none")
     return int(token)
 
 

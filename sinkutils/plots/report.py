@@ -24,9 +24,10 @@ from sinkutils.checks import instance, require
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import probe
-from sinkutils.measuring.report import Report, norm_ratio
+from sinkutils.measuring.report import Report
 from sinkutils.measuring.texts import Pieces, natural_digest
 from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode
+from sinkutils.measuring.uniform import norm_ratio
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, json_in_html, printable
 

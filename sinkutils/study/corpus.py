@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from sinkutils.checks import choice, first_line, integer, require, short
+from sinkutils.checks import Refused, choice, first_line, integer, require, short
 from sinkutils.measuring.texts import local_files
 from sinkutils.measuring.tokenizer import (
     SMALLEST_VOCABULARY,
@@ -213,7 +213,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
     if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
-    raise ValueError(message)
+    raise Refused(message)
 
 
 def _tokenise(
@@ -279,7 +279,7 @@ def _tokenise(
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
     if lacking:
-        raise ValueError(
+        raise Refused(
             f"corpus {name!r} has no document for {', '.join(lacking)} in "
             f"{sum(written.values())} tokens: give more text, in more files or lines, or a larger "
             "max_tokens"
@@ -396,7 +396,7 @@ def unpack(file: Path, folder: Path) -> None:
                 _unpack_member(tar, member, folder)
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
-        raise ValueError(
+        raise Refused(
             f"{file} is not a complete file of pack_corpus: {first_line(error)}"
         ) from error
 
@@ -409,7 +409,7 @@ def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) 
     plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
     source = tar.extractfile(member) if plain else None
     if source is None:
-        raise ValueError(f"{name} is no plain file")
+        raise Refused(f"{name} is no plain file")
     require(
         member.size <= PACKED[name],
         f"{name} has {member.size:,} bytes, and at most {PACKED[name]:,} are unpacked",

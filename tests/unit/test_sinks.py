@@ -14,8 +14,9 @@ from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
 from sinkutils.measuring.own import attention_shares
-from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
+from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.measuring.tally import Tally
+from sinkutils.measuring.uniform import norm_ratio, uniform_alpha
 from sinkutils.study.evaluate import destinations, gradient_norms, line_breaks
 
 T, TARGETS = 20, (1, 2, 5)
@@ -242,6 +243,7 @@ def test_the_summary_of_a_report_has_its_numbers_by_their_names():
             "sink_1": report.sink(1, 0.22), "block_1": first, "later_blocks": later,
             "element": float(report.first_elements.max()), "element_block": int(block) + 1,
             "element_dimension": int(dimension), "value_ratio": min(ratios),
+            "star": float(report.star.mean()),
         }
     )  # fmt: skip
     assert report.sink_star(0.22) == report.sink("star", 0.22) != report.sink("star", 0.05)
