@@ -26,6 +26,8 @@ from sinkutils.checks import Refused, choice, first_line, real, require
 from sinkutils.model.config import SIMILARITY_NAMES, SOFTMAX, AttentionSpec
 from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, visible
 
+__all__ = ["attend", "register"]
+
 Map = Callable[[Tensor], Tensor]
 
 
