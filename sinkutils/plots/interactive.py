@@ -217,18 +217,22 @@ def explore(
 
 
 def maps_of(
-    model: nn.Module, ids: Tensor, heads: Sequence[tuple[int, int]]
+    model: nn.Module,
+    ids: Tensor,
+    heads: Sequence[tuple[int, int]],
+    steps: int = len(PALETTE),
 ) -> tuple[np.ndarray, bytes]:
     """The attention maps of some heads, as numbers and as bytes for the script.
 
     heads: (layer, head) pairs. Returns the weights, (texts, heads, T, T), and their causal halves,
-    row by row, with one byte per weight: an index into PALETTE.
+    row by row, with one byte per weight: its square root in so many even steps, which are by
+    default indices into PALETTE.
     """
     kept = measure(model, ids, heads=heads, norms=False).kept
     maps = [kept[head].map for head in heads]
     weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
     roots = np.sqrt(np.clip(weights, 0, 1))  # the same square-root scale as `attention_map`
-    levels = roots * (len(PALETTE) - 1)
+    levels = roots * (steps - 1)
     shades = np.rint(levels).astype(np.uint8)
     queries, keys = np.tril_indices(ids.shape[1])
     causal = shades[..., queries, keys]  # (texts, heads, T (T + 1) / 2)
