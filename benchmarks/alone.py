@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import BOS, Subject
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.subject import BOS, Subject, subject
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.names import subject
 
 T = 64
 PLACE = 30  # of the token in the middle, from 1

@@ -39,8 +39,7 @@ from sinkutils.measuring.families import REFUSED, configurations
 from sinkutils.measuring.hf import observe
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.passes import Measuring
-from sinkutils.measuring.state import LeftAsFound
-from sinkutils.measuring.tally import Tally
+from sinkutils.measuring.tally import LeftAsFound, Tally
 from sinkutils.paths import ROOT
 
 VOCAB = 96

@@ -26,8 +26,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from sinkutils import paths
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.names import subject
 
 # Are A_i1 v_1 and the other keys' weights as they were? (value, weights)
 CASES = {

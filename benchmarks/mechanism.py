@@ -17,7 +17,8 @@ from open_lms import FEW, add, usual_first
 from torch import Tensor
 
 from sinkutils.measuring import surgery
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 
 # The blocks, from 0, behind which an element of h_1 is large: SmolLM2's third and twelfth.
 WRITERS = (2, 11)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import sinkutils as su
 from sinkutils import paths
 from sinkutils.measuring import surgery
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
+from sinkutils.names import subject
 from sinkutils.study.trainer import train
 
 NAMES = ("weight_decay_0", "gate_head", "softpick", "sigmoid_normalised")

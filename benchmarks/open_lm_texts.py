@@ -25,9 +25,9 @@ from scores import evaluate
 
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.probes import bos_id, encode, probe
+from sinkutils.measuring.probes import BOS, TEXT, bos_id, encode, probe
 from sinkutils.measuring.real import REAL_MODELS
-from sinkutils.measuring.subject import BOS, TEXT
+from sinkutils.measuring.texts import text_of
 from sinkutils.study import embedded
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
@@ -105,11 +105,9 @@ def installed_texts(kind: str) -> list[str]:
         texts = list(embedded.docstrings())
     elif kind == "licences":
         files = [file for name in embedded.DISTRIBUTIONS for file in files_of(name) or ()]
-        texts = [
-            embedded.text_of(Path(str(f.locate()))) for f in files if embedded.LICENCE.match(f.name)
-        ]
+        texts = [text_of(Path(str(f.locate()))) for f in files if embedded.LICENCE.match(f.name)]
     else:
-        texts = [embedded.text_of(path) for path in embedded.files_with(*SUFFIXES[kind])]
+        texts = [text_of(path) for path in embedded.files_with(*SUFFIXES[kind])]
     texts = [text for text in set(texts) if len(text) >= embedded.MIN_CHARACTERS]
     texts.sort(key=embedded.split_fraction)
     if kind == "python":

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from sinkutils import paths
-from sinkutils.measuring.probes import PROBES, bos_id, encode
+from sinkutils.measuring.probes import BOS, PROBES, TEXT, Subject, bos_id, encode
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Kept, Report
-from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
+from sinkutils.names import subject
 from sinkutils.plots.report import SAMPLE
 from sinkutils.study.corpus import load_corpus
 
@@ -97,7 +97,7 @@ def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """What was measured: parameters, software, text; of a real model also where the weights are from, their hash and
     precision.
     """
-    corpus = load_corpus(measured.corpus) if isinstance(measured.corpus, str) else measured.corpus
+    corpus = measured.corpus or load_corpus("docstrings")
     facts = {
         "model": measured.name,
         "trained_with_bos": usual_first(measured) == BOS,

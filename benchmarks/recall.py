@@ -24,7 +24,8 @@ from open_lms import FEW, add, usual_first
 from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
-from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
+from sinkutils.measuring.probes import BOS, TEXT, Subject
+from sinkutils.names import subject
 
 LENGTHS = (128, 256, 512)
 PROMPTS = 4  # of each length and depth

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from sinkutils import paths
-from sinkutils.measuring.subject import Subject, subject
+from sinkutils.measuring.probes import Subject
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.names import subject
 from sinkutils.study.store import Runs
 
 SEQUENCES = 50

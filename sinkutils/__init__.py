@@ -9,16 +9,17 @@ from typing import Any
 
 # Each public name, and the module that defines it.
 _HOMES = {
-    "AttentionSpec": "model.attention",
+    "AttentionSpec": "model.config",
     "attend": "model.attention",
-    "LMConfig": "model.decoder",
+    "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "compare": "measuring.compare",
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
+    "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run
     "SinkCallback": "measuring.callback",
-    "probe": "measuring.probes",
-    "load_lm": "measuring.load",
+    "probe": "names",
+    "load_lm": "names",
     "load_corpus": "study.corpus",
     "config": "study.grid",
     "experiments": "study.grid",
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
     module = import_module(f"sinkutils.{_HOMES[name]}")
-    value = module if name == "surgery" else getattr(module, name)
+    value = module if name in ("surgery", "sinkcheck") else getattr(module, name)
     globals()[name] = value
     return value
 

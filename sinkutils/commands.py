@@ -292,9 +292,10 @@ def measure_command(options: argparse.Namespace) -> None:
     import pandas as pd
 
     from sinkutils.checks import require
+    from sinkutils.measuring.probes import BOS
     from sinkutils.measuring.report import check_epsilons, check_targets
-    from sinkutils.measuring.subject import BOS, subject
-    from sinkutils.study.external import read_texts
+    from sinkutils.measuring.texts import read_texts
+    from sinkutils.names import open_corpus, subject
 
     # The options are checked before a model is loaded, which may take long.
     check_targets(options.targets, options.length)
@@ -310,9 +311,10 @@ def measure_command(options: argparse.Namespace) -> None:
     how = chosen(options, "targets", "epsilons", "bos", "batch_size")
     loading = chosen(options, "device", "dtype", "revision", "runs", "trust_remote_code")
     size = (options.n, options.length, options.seed)
+    corpus = open_corpus(options.corpus or "docstrings")
     reports = {}
     for name in options.model:
-        measured = replace(subject(name, **loading), corpus=options.corpus or "docstrings")
+        measured = replace(subject(name, **loading), corpus=corpus)
         for kind in kinds:
             # A model that was trained with a fixed token is measured with it (`Subject.shown`).
             for first in (BOS,) if options.bos else measured.shown:
@@ -349,12 +351,13 @@ def report_options(command: Parser) -> None:
 def report_command(options: argparse.Namespace) -> None:
     """write a page about a model, as one self-contained HTML file"""
     from sinkutils.checks import require
-    from sinkutils.measuring.load import WithoutTokenizer, load_lm
+    from sinkutils.measuring.load import WithoutTokenizer
     from sinkutils.measuring.measure import measure
     from sinkutils.measuring.probes import SEQUENCES
+    from sinkutils.measuring.texts import read_texts
+    from sinkutils.names import load_lm
     from sinkutils.paths import replace_file, replaceable
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.external import read_texts
 
     # The options are checked before the measurement, which may take an hour.
     folder = replaceable(options.output).parent

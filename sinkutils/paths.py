@@ -5,8 +5,11 @@ the paper's numbers and the claims with it. It writes its results below $SINKUTI
 is not set, below the current folder. Nothing is ever written into site-packages.
 """
 
+import contextlib
 import csv
 import os
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -91,3 +94,49 @@ def not_saved(what: str, error: OSError) -> OSError:
         f"could not save {what} ({error.strerror or error}): free some space or mend that, and run "
         "the same command again; what was saved before is intact",
     )
+
+
+def cache_root() -> Path:
+    """The cache folder: $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    own = os.environ.get("SINKUTILS_CACHE")
+    return Path(own) if own else Path(user_cache, "sinkutils")
+
+
+@contextlib.contextmanager
+def written_whole(
+    folder: Path, what: str, is_whole: Callable[[Path], bool] = Path.exists
+) -> Iterator[Path]:
+    """A context manager that writes a folder as a whole or not at all.
+
+    The body of the `with` statement fills a temporary folder, which is renamed to `folder` if the
+    body ends without an error. When several processes build the same folder at the same time, each
+    fills its own, and the first to finish wins. A folder of that name is replaced if it is damaged.
+
+    what: the contents, as an error message calls them.
+    is_whole: whether a folder is undamaged.
+    Raises OSError with advice if there is no room or no permission.
+    """
+    root = folder.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".build-", dir=root, ignore_cleanup_errors=True
+        ) as scratch:
+            new = Path(scratch, "whole")
+            new.mkdir()
+            yield new
+            if os.path.lexists(folder) and not is_whole(folder):
+                folder.rename(Path(scratch, "damaged"))
+            if not folder.exists():
+                new.rename(folder)
+    except OSError as error:
+        if error.errno is None:  # our own error, such as that the hub cannot be reached
+            raise
+        # The error may concern the cache or a file of text. In the second case it names the file.
+        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        raise OSError(
+            error.errno,
+            f"no {what} were written below {root} ({reason}): where that folder is the reason, "
+            "make room there or set SINKUTILS_CACHE",
+        ) from error

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from sinkutils import LMConfig, TransformerLM
-from sinkutils.measuring import fused
+from sinkutils.measuring import passes
 from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.paths import ROOT
@@ -232,13 +232,13 @@ WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
 
 def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
     """Make the kernel's log-sum-exp wrong."""
-    right = fused.fused
+    right = passes.fused
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
         out, lse = right(q, k, v, **kw)
         return out, WRONG[where](lse, k.shape[2])
 
-    patch.setattr(fused, "fused", wrong)
+    patch.setattr(passes, "fused", wrong)
 
 
 @contextmanager

@@ -23,19 +23,21 @@ These are all kinds of checks, as they are written in the file:
             a number of each real model (`readings.real_models`) lies above the bar (or `below`)
 
 `of` names the quantity; the default is `excess` (`valid_loss` for `loss` and `worse`). `than` names
-the experiment to compare with; the default is `base`.
+the experiment to compare with; the default is `base`. `fresh: 3` judges a check on the seeds from 3
+on, which were trained after the others were known; beside a claim's id it does so for all of its
+checks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
 
 from sinkutils import paths
-from sinkutils.checks import require
+from sinkutils.checks import integer, require
 from sinkutils.ledger.quantities import QUANTITIES
 from sinkutils.ledger.readings import real_models
 from sinkutils.study.config import Json
@@ -53,6 +55,7 @@ class Check:
     runs: tuple[str, ...]  # the experiments, or the real model
     quantity: str
     bar: float = math.nan  # in a check on a real model, the number to compare with
+    fresh: int = 0  # the first seed that counts
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,6 @@ class Claim:
 
     given: the premises. If they do not hold, the claim is not tested.
     gate: names the presets that cannot show the claim (`judge.GATED`).
-    fresh: whether only those seeds count that were trained after the claim was made.
     remark: a comment written by hand.
     trivial: the reason why the claim could not have failed here, if there is one. It holds in an
     untrained model ("untrained"), by "mathematics" ("mathematics, in part" if not in every case) or
@@ -78,7 +80,6 @@ class Claim:
     part: str = "paper"  # "later" for a claim of a later paper, "ours" for one of this project
     gate: str = "trained"
     trivial: str = ""
-    fresh: bool = False
     remark: str = ""
 
 
@@ -91,26 +92,32 @@ def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
     claims = []
     for entry in paths.read_yaml(path):
         try:
-            checks = _checks(entry.get("checks", []))
-            given = _checks(entry.get("given", []))
-            fields = entry | {"checks": checks, "given": given}
+            fields = dict(entry)
+            fresh = fields.pop("fresh", 0)
+            fields["checks"] = _checks(entry.get("checks", []), fresh)
+            fields["given"] = _checks(entry.get("given", []))
             claims.append(Claim(**fields))
         except (TypeError, ValueError) as error:
             raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
     return tuple(claims)
 
 
-def _checks(lines: list[Json]) -> tuple[Check, ...]:
-    """The checks of some lines of YAML: one for each run, pair of runs or real model in them."""
+def _checks(lines: list[Json], fresh: int = 0) -> tuple[Check, ...]:
+    """The checks of some lines of YAML: one for each run, pair of runs or real model in them.
+
+    fresh: the first seed that counts, if a line does not say it.
+    """
     checks = list[Check]()
     for line in lines:
+        line = dict(line)
+        first = integer("fresh", line.pop("fresh", fresh), least=0)
         kinds = line.keys() - {"real", "of", "than"}
         require(len(kinds) == 1, f"a check asks for one thing: {line}")
         kind = kinds.pop()
         if "real" in line:
             checks += _of_models(kind, line)
         else:
-            checks += _of_runs(kind, line)
+            checks += [replace(check, fresh=first) for check in _of_runs(kind, line)]
     return tuple(checks)
 
 

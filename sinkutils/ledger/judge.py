@@ -10,16 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
+import numpy as np
+from scipy.special import stdtrit
+from scipy.stats import rankdata
+
+from sinkutils.checks import choice
 from sinkutils.ledger.claims_file import REAL, Check, Claim
 from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
 from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
 
 HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # the states of a check
-# The level of every test. For "present", "absent" and "more" the p-values are first corrected by
-# Holm's method, over all tests in their part of the ledger.
+# The level of every test, whichever way it decides. The p-values are first corrected by Holm's
+# method, over the checks of one claim ("claim"), of the whole part of the ledger ("ledger"), or not
+# at all ("none"). The first is our rule: see docs/verdicts_that_moved.md.
 LEVEL = 0.05
+CORRECTIONS = ("claim", "ledger", "none")
+POWER = 0.8  # with which the number of seeds that would decide an open check is reckoned
+MANY = 12  # with more seeds than these an estimate is near its bar, rather than too uncertain
 # The bar for a sink, as a share of the base's excess. The weakest row that the paper still calls a
 # sink has 2.90 % (Table 9), and its default has 18.18 %.
 SINK = 2.90 / 18.18
@@ -42,8 +52,7 @@ SHARES = {"same": MARGIN, "kept": MARGIN, "alike": FACTOR, "loss": LOSS, "worse"
 SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 # The sides on which a "no effect" check has a margin: 1 is above, -1 is below.
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
-PValues = Mapping[Estimate, float]  # the corrected p-value of each test
-UNCORRECTED: PValues = {}  # every test keeps its own p-value
+Tested = tuple[float, Estimate]  # a p-value, and the number that it tests against zero
 
 # For each gate, the presets that cannot show the claim.
 GATED = {
@@ -51,7 +60,10 @@ GATED = {
     "trained": ("smoke",),  # a run of seconds has learned nothing yet
     # These models are so small that they have no sink on an ordinary first token.
     "any token": ("smoke", "minute", "laptop"),
+    # A training that fails at 60M parameters is not contradicted by one that succeeds at 0.3M.
+    "large": ("smoke", "minute", "laptop", "desk", "gpu"),
 }
+UNSEEN = {"large": "not tested"}  # the verdict where a gate is closed; "not visible" for the others
 
 
 @dataclass(frozen=True)
@@ -62,12 +74,13 @@ class CheckOutcome:
     state: str = MISSING
     estimate: Estimate = NOTHING
     bar: float = math.nan  # the threshold or the margin with which the estimate is compared
-    p: float = math.nan  # in a directional check, the p-value after Holm's correction
+    leans: str = ""  # HOLDS or FAILS, whichever the numbers speak for
+    p: float = math.nan  # the p-value of what it leans to; `corrected` corrects it
+    test: Estimate = NOTHING  # the number that the p-value tests against zero
     # in a "no effect" check, the largest effect that would still pass
     passes: float = math.nan
     words: str = ""  # a reason that no number shows
-    # estimates that are tested against zero, and whose p-values Holm's method corrects
-    tests: tuple[Estimate, ...] = ()
+    parts: tuple[CheckOutcome, ...] = ()  # of "together" and "apart": the sink and the element
 
 
 @dataclass(frozen=True)
@@ -80,43 +93,58 @@ class Judged:
     premises: Sequence[CheckOutcome] = ()
 
 
-def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True) -> list[Judged]:
+def judge_claims(
+    claims: Sequence[Claim], ours: Readings, correction: str = "claim"
+) -> list[Judged]:
     """The verdicts on all claims.
 
-    corrected: whether the p-values of directional checks are corrected by Holm's method, over all
-    tests in the same part of the ledger.
+    correction: the tests over which Holm's method corrects each p-value: those of the "claim"
+    itself, those of all claims in its part of the "ledger", or "none".
     """
-    judged = [_judge_claim(claim, ours, UNCORRECTED) for claim in claims]
-    if not corrected:
-        return judged
-    tests: dict[str, list[Estimate]] = {}  # by part of the ledger
-    for result in judged:
-        part_tests = tests.setdefault(result.claim.part, [])
-        for outcome in (*result.outcomes, *result.premises):
-            part_tests += outcome.tests
-    # The claims are judged a second time, with the corrected p-values.
-    p_values = {part: holm(part_tests) for part, part_tests in tests.items()}
-    return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
+    choice("correction", correction, CORRECTIONS)
+    # Two claims share a family of tests if they have the same key.
+    found = []
+    families: dict[str, list[CheckOutcome]] = {}
+    for claim in claims:
+        outcomes, premises = _outcomes(claim, ours)
+        family = claim.part if correction == "ledger" else claim.id
+        families.setdefault(family, []).extend([*outcomes, *premises])
+        found.append((claim, family, outcomes, premises))
+    judged = []
+    for claim, family, outcomes, premises in found:
+        p_values = holm(families[family]) if correction != "none" else {}
+        outcomes = [corrected(outcome, p_values) for outcome in outcomes]
+        premises = [corrected(outcome, p_values) for outcome in premises]
+        judged.append(Judged(claim, _verdict(claim, ours, outcomes, premises), outcomes, premises))
+    return judged
 
 
-def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
-    if claim.trivial in PROVED and not claim.checks:
-        return Judged(claim, PROVED[claim.trivial])
+def _outcomes(claim: Claim, ours: Readings) -> tuple[list[CheckOutcome], list[CheckOutcome]]:
+    """The outcomes of a claim's checks and of its premises, by their own p-values."""
     if ours.preset in GATED[claim.gate]:
-        return Judged(claim, "not visible")
-    seen = ours.fresh() if claim.fresh else ours
+        return [], []
     outcomes = []
     for check in claim.checks:
         # A check is left out if the preset lacks one of its experiments, or has it under another
         # name because it coincides with an earlier one.
         available = [name in ("base", label(name, ours.preset)) for name in check.runs]
         if check.kind in REAL or all(available):
-            outcomes.append(judge(check, seen, corrected))
-    premises = [judge(check, ours, corrected) for check in claim.given]
+            outcomes.append(judge(check, ours))
+    return outcomes, [judge(check, ours) for check in claim.given]
+
+
+def _verdict(
+    claim: Claim,
+    ours: Readings,
+    outcomes: Sequence[CheckOutcome],
+    premises: Sequence[CheckOutcome],
+) -> str:
+    if claim.trivial in PROVED and not claim.checks:
+        return PROVED[claim.trivial]
+    if ours.preset in GATED[claim.gate]:
+        return UNSEEN.get(claim.gate, "not visible")
     states = [outcome.state for outcome in outcomes]
-    premise_states = [outcome.state for outcome in premises]
-    verdict = verdict_of(states, premise_states)
-    return Judged(claim, verdict, outcomes, premises)
+    return verdict_of(states, [outcome.state for outcome in premises])
 
 
 def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
@@ -135,15 +163,68 @@ def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
     return "partly" if HOLDS in states else "not reproduced"
 
 
-def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
-    """The p-value of each test, corrected for the number of different tests (Holm 1979)."""
-    ranked = sorted(set(tests), key=lambda test: test.p)
-    corrected = {}
+def holm(outcomes: Iterable[CheckOutcome]) -> dict[Estimate, float]:
+    """The p-value of each test of some checks, corrected for their number (Holm 1979).
+
+    A test that several checks share counts once.
+    """
+    tests: dict[Estimate, float] = {}
+    for outcome in outcomes:
+        for part in outcome.parts or (outcome,):
+            if part.leans:
+                tests[part.test] = part.p
+    ranked = sorted(tests, key=lambda test: tests[test])
+    p_values = {}
     largest = 0.0  # a corrected p-value is at least as large as those before it
     for rank, test in enumerate(ranked):
-        largest = max(largest, (len(ranked) - rank) * test.p)
-        corrected[test] = min(1.0, largest)
-    return corrected
+        largest = max(largest, (len(ranked) - rank) * tests[test])
+        p_values[test] = min(1.0, largest)
+    return p_values
+
+
+def corrected(outcome: CheckOutcome, p_values: Mapping[Estimate, float]) -> CheckOutcome:
+    """An outcome with corrected p-values. It holds or fails only if these are small enough."""
+    if outcome.parts:
+        sink, element = (corrected(part, p_values) for part in outcome.parts)
+        return _together(outcome.check, sink, element)
+    if not outcome.leans:
+        return outcome
+    p = p_values.get(outcome.test, outcome.p)
+    return replace(outcome, state=outcome.leans if p <= LEVEL else OPEN, p=p)
+
+
+def seeds_needed(outcome: CheckOutcome) -> float:
+    """The number of seeds with which an open check would be decided in four cases of five.
+
+    It is reckoned from the numbers at hand: with n times the seeds, the error is smaller by the
+    root of n, and the degrees of freedom are n times as many. It is infinite if more than a
+    thousand would not do, or if no number leads to it.
+    """
+    test = outcome.test
+    for seeds in range(test.seeds + 1, 1000):
+        more = seeds / test.seeds if test.seeds else math.nan
+        freedom = test.freedom * more
+        reach = stdtrit(freedom, 1 - LEVEL / 2) + stdtrit(freedom, POWER)
+        if abs(test.mean) >= reach * test.error / math.sqrt(more):
+            return seeds
+    return math.inf
+
+
+def why_open(outcome: CheckOutcome) -> str:
+    """Why a check is open, in a few words, or ""."""
+    if outcome.state != OPEN:
+        return ""
+    if outcome.words:
+        return outcome.words
+    if outcome.parts:
+        reasons = [why_open(part) for part in outcome.parts]
+        return "; ".join(dict.fromkeys(filter(None, reasons)))
+    if outcome.test.p <= LEVEL < outcome.p:
+        return "correction"
+    needed = seeds_needed(outcome)
+    if needed <= MANY:
+        return f"too few seeds: {needed:.0f} would do"
+    return "near the bar"
 
 
 def _state(kind: str, holds: bool, fails: bool) -> str:
@@ -155,41 +236,42 @@ def _state(kind: str, holds: bool, fails: bool) -> str:
     return FAILS if fails else OPEN
 
 
-def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> CheckOutcome:
-    """The outcome of a check.
-
-    corrected: the corrected p-values; a test that is not among them keeps its own p-value.
-    """
+def judge(check: Check, ours: Readings) -> CheckOutcome:
+    """The outcome of a check by itself, with its own p-value."""
     if check.kind in REAL:
         return _of_model(check)
+    ours = ours.since(check.fresh)
     # From here on, the experiments have the names that they have at this preset.
     names = [label(name, ours.preset) for name in check.runs]
     check = replace(check, runs=tuple(names))
     if check.kind in ("fails", "trains"):
         return _trained(check, ours)
-    words = _never(check.runs, ours) if check.quantity == "onset" else ""
     # Three things leave a check undecided, whatever its numbers are: too few seeds, dead blocks, or
     # a base without a sink.
     if lacking := _lacking(check, ours):
-        return CheckOutcome(check, lacking, words=words)
+        return CheckOutcome(check, lacking)
     if dead := _dead(check, ours):
         return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
     measured_by_base = check.quantity in EXCESSES and check.runs != (base,)
     if measured_by_base and ours.base().low <= BASE:
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
+    if check.quantity == "onset":
+        return _later(check, ours)
     if check.kind in ("together", "apart"):
-        return _together(check, ours, corrected)
+        sink = replace(check, kind="present")
+        element = replace(sink, quantity="element_1")
+        return _together(check, judge(sink, ours), judge(element, ours))
     # `estimate` is the level or difference that a reader sees. `beyond` is the same minus the bar,
     # and decides the check.
     bar = _bar(check, base)
     estimate = ours.estimate(check.runs, check.quantity)
     beyond = ours.estimate(check.runs, check.quantity, bar)
     height = estimate.mean - beyond.mean  # the bar as a number
-    outcome = CheckOutcome(check, OPEN, estimate, height, words=words)
+    outcome = CheckOutcome(check, OPEN, estimate, height)
     if check.kind in SIDES:
         return _no_effect(outcome, ours, bar)
-    return _direction(outcome, beyond, corrected)
+    return _direction(outcome, beyond)
 
 
 def _of_model(check: Check) -> CheckOutcome:
@@ -212,33 +294,59 @@ def _trained(check: Check, ours: Readings) -> CheckOutcome:
     return CheckOutcome(check, _state(check.kind, not any(failed), all(failed)))
 
 
-def _direction(outcome: CheckOutcome, beyond: Estimate, corrected: PValues) -> CheckOutcome:
-    """Decide a directional check: present, absent or more.
+def _decided(outcome: CheckOutcome, above: Tested, below: Tested) -> CheckOutcome:
+    """An outcome with the side that its numbers speak for.
 
-    beyond: the estimate minus the bar. A check holds if the corrected p-value is small enough. It
-    fails if the 95 % interval, without correction, lies on the other side.
+    above, below: the p-value of each side, and the number that it tests. For a kind in OPPOSITES
+    the check holds if its number is below.
     """
-    kind = outcome.check.kind
-    # "more" holds if the difference is surely above zero, and fails if it is surely below the bar.
-    test = outcome.estimate if kind == "more" else beyond
-    p = corrected.get(test, test.p)
-    shown = p <= LEVEL
-    if kind == "absent":
-        above = beyond.low > 0
-        below = shown and test.mean < 0
-    else:
-        above = shown and test.mean > 0
-        below = beyond.high <= 0
-    return replace(outcome, state=_state(kind, above, below), p=p, tests=(test,))
+    holds, fails = (below, above) if outcome.check.kind in OPPOSITES else (above, below)
+    # A check holds if that is shown, and else it leans to what is more likely.
+    leans = HOLDS if holds[0] <= LEVEL or holds[0] <= fails[0] else FAILS
+    p, test = holds if leans == HOLDS else fails
+    return replace(outcome, state=leans if p <= LEVEL else OPEN, leans=leans, p=p, test=test)
 
 
-def _never(names: Sequence[str], ours: Readings) -> str:
-    """A sentence that says how many seeds of each experiment never had an onset."""
-    counts = []
-    for name in names:
-        without = len(ours.seeds(name)) - len(ours.values(name, "onset"))
-        counts.append(f"{without} of {name}")
-    return f"seeds without an onset: {', '.join(counts)}"
+def _direction(outcome: CheckOutcome, beyond: Estimate) -> CheckOutcome:
+    """Decide a directional check: present, absent or more, by a two-sided test.
+
+    beyond: the estimate minus the bar. "more" holds if the difference is surely above zero, and
+    fails if it is surely below the bar.
+    """
+    high = outcome.estimate if outcome.check.kind == "more" else beyond
+    above = high.p if high.mean > 0 else 1.0
+    below = beyond.p if beyond.mean < 0 else 1.0
+    return _decided(outcome, (above, high), (below, beyond))
+
+
+def _later(check: Check, ours: Readings) -> CheckOutcome:
+    """Whether the onsets of the first experiment are later than those of the second, by ranks.
+
+    A run that never has its onset counts as later than all that do. The p-value is that of the
+    exact permutation test of the rank sum (Wilcoxon), two-sided.
+    """
+    onsets = []
+    words = []
+    for name in check.runs:
+        times = []
+        for run in ours.seeds(name).values():
+            if run is not None:
+                times.append(run.get("onset", math.inf))
+        onsets.append(times)
+        words.append(f"{times.count(math.inf)} of {name}")
+    first, _ = onsets
+    ranks = rankdata(np.concatenate(onsets))
+    total = ranks[: len(first)].sum()
+    sums = np.array([sum(chosen) for chosen in combinations(ranks, len(first))])
+    # The shares of all divisions of these ranks in which the first has as late, or as early, a sum.
+    late = min(1.0, 2 * float(np.mean(sums >= total)))
+    early = min(1.0, 2 * float(np.mean(sums <= total)))
+    # The test as an estimate: the distance of the rank sum from its mean. It has no t interval.
+    test = Estimate(float(total - sums.mean()), math.nan, math.nan, len(first))
+    reached = CheckOutcome(
+        check, OPEN, bar=0.0, words=f"seeds without an onset: {', '.join(words)}"
+    )
+    return _decided(reached, (late, test), (early, test))
 
 
 def _bar(check: Check, base: str) -> Bar:
@@ -264,45 +372,47 @@ def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
 
     The check fails if the effect is surely beyond the margin on one side.
     """
-    check = outcome.check
-    within = True
-    outside = False
+    sides = SIDES[outcome.check.kind]
+    within: Tested = (0.0, NOTHING)  # the larger p-value of the sides
+    outside: Tested = (1.0, NOTHING)  # the smaller one
     passes = outcome.bar
-    for side in SIDES[check.kind]:
+    for side in sides:
         margin = replace(bar, size=side * bar.size)
-        beyond = ours.estimate(check.runs, check.quantity, margin)
-        room = -side * beyond.mean  # the distance from the estimate to the margin
-        reach = beyond.reach(1 - LEVEL)  # the length of a one-sided 95 % interval
-        within = within and room > reach
-        outside = outside or room <= -reach
-        passes = min(passes, outcome.bar - reach)
-    state = _state(check.kind, within, outside)
-    return replace(outcome, state=state, passes=max(0.0, passes))
+        beyond = ours.estimate(outcome.check.runs, outcome.check.quantity, margin)
+        inside = beyond.p_below if side > 0 else beyond.p_above
+        within = max(within, (inside, beyond), key=lambda tested: tested[0])
+        outside = min(outside, (len(sides) * (1 - inside), beyond), key=lambda tested: tested[0])
+        passes = min(passes, outcome.bar - beyond.reach(1 - LEVEL))
+    outcome = replace(outcome, passes=max(0.0, passes))
+    # For "worse", the opposite of "loss", to be within the margin is to fail.
+    return _decided(outcome, within, outside)
 
 
 def _lacking(check: Check, ours: Readings) -> str:
     """The state of a check if too few seeds have its quantity, and "" if enough have it.
 
     The state is "not run". But it is "open" if the quantity is missing because the training failed,
-    which shows neither a sink nor its absence, or because the onset never came.
+    which shows neither a sink nor its absence.
     """
-    needed = [(name, check.quantity) for name in check.runs]
-    if check.quantity in EXCESSES:
-        needed.append(("base", "excess"))  # every excess is measured by that of the base
+    needed = [(ours, name, check.quantity) for name in check.runs]
+    if check.quantity in EXCESSES:  # every excess is measured by that of the base, over all seeds
+        needed.append((ours.whole or ours, "base", "excess"))
     state = ""
-    for name, quantity in needed:
+    for ours, name, quantity in needed:
         runs = ours.seeds(name)
         if len(runs) < ours.least:
             return MISSING
+        if quantity == "onset":  # a run without one is later than all others (`_later`)
+            continue
         # There are enough runs, but too few of them have the quantity.
         if len(ours.values(name, quantity)) < ours.least:
-            if quantity != "onset" and None not in runs.values():
+            if None not in runs.values():
                 return MISSING
             state = OPEN
     # Two experiments are compared over the seeds that both have, which may be too few.
-    paired = ours.paired(check.runs, check.quantity)
-    if not state and len(paired) < ours.least:
-        return OPEN if check.quantity == "onset" else MISSING
+    paired = needed[0][0].paired(check.runs, check.quantity)
+    if not state and check.quantity != "onset" and len(paired) < ours.least:
+        return MISSING
     return state
 
 
@@ -325,12 +435,8 @@ def _dead(check: Check, ours: Readings) -> str:
     return "; ".join(words)
 
 
-def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
+def _together(check: Check, sink: CheckOutcome, element: CheckOutcome) -> CheckOutcome:
     """Check that there are both a sink and a large element after block 1, or neither of them."""
-    of_sink = replace(check, kind="present")
-    of_element = replace(of_sink, quantity="element_1")
-    sink = judge(of_sink, ours, corrected)
-    element = judge(of_element, ours, corrected)
     if element.state == MISSING:
         return CheckOutcome(check)
     state = OPEN
@@ -338,4 +444,4 @@ def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
         alike = sink.state == element.state
         state = _state(check.kind, alike, not alike)
     words = f"sink: {sink.state}, large element: {element.state}"
-    return CheckOutcome(check, state, words=words, tests=sink.tests + element.tests)
+    return CheckOutcome(check, state, words=words, parts=(sink, element))

@@ -87,6 +87,8 @@ RATIOS = (
     "gradient",
     "spike",
 )
+# Quantities of one or two settings take their prior variance from the one they are measured like.
+BORROWS = {"without_bias": "excess", "window_first": "excess", "star_hidden": "hidden"}
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
 # The blocks whose attention a quantity reads, by the share of their heads that are live: `live_1`

@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 
 from sinkutils import paths
-from sinkutils.ledger.quantities import Numbers, as_judged, of_run
-from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated, welch
+from sinkutils.ledger.quantities import BORROWS, Numbers, as_judged, of_run
+from sinkutils.ledger.statistics import LEAST_SETTINGS, Estimate, Prior, fit_prior, moderated, welch
 from sinkutils.study.config import Json
 from sinkutils.study.grid import find_preset, resolve
 from sinkutils.study.record import SUMS, Folder
@@ -26,8 +26,8 @@ from sinkutils.study.store import Runs
 # The least number of seeds from which an experiment is judged, if it is not 3. A run of this preset
 # takes a night.
 LEAST_SEEDS = {"desk": 2}
-# The first seed that was trained after we had made our own claims. At other presets all seeds were.
-FRESH = {"laptop": 3}
+# The preset whose first seeds were known when claims of ours were made.
+FIRST_SEEN = "laptop"
 
 # The quantities of an experiment's runs by seed, or None for a run whose training failed.
 Seeds = dict[int, Numbers | None]
@@ -53,7 +53,7 @@ class Readings:
 
     runs: the quantities of each run, by experiment and seed.
     least: the least number of seeds from which an experiment is judged.
-    whole: if these are only a part of the runs (`fresh`), the readings of all of them.
+    whole: if these are only a part of the runs (`since`), the readings of all of them.
     """
 
     preset: str
@@ -61,16 +61,20 @@ class Readings:
     least: int = 3
     whole: Readings | None = None
 
-    def fresh(self) -> Readings:
-        """The readings of those seeds that were trained after we had made our own claims."""
-        first = FRESH.get(self.preset, 0)  # with 0 these are all seeds
+    def since(self, first: int) -> Readings:
+        """The readings of the seeds from `first` on, at the preset whose first seeds were known.
+
+        At other presets all seeds are fresh.
+        """
+        if not first or self.preset != FIRST_SEEN:
+            return self
         fresh: dict[str, Seeds] = {}
         for name, seeds in self.runs.items():
             fresh[name] = {}
             for seed, run in seeds.items():
                 if seed >= first:
                     fresh[name][seed] = run
-        return Readings(self.preset, fresh, self.least, whole=self)
+        return Readings(self.preset, fresh, self.least, whole=self.whole or self)
 
     def seeds(self, name: str) -> Seeds:
         """The runs of an experiment by seed."""
@@ -144,11 +148,13 @@ class Readings:
 @lru_cache(maxsize=256)
 def _prior(ours: Readings, quantity: str) -> Prior:
     # The cache compares readings by identity (eq=False), so that no two share an entry.
-    samples = []
-    for name in ours.runs:
-        values = ours.values(name, quantity)
-        samples.append([*values.values()])
-    return fit_prior(samples)
+    def samples(measured: str) -> list[list[float]]:
+        lists = [[*ours.values(name, measured).values()] for name in ours.runs]
+        return [values for values in lists if len(values) > 1]
+
+    if len(samples(quantity)) < LEAST_SETTINGS:
+        quantity = BORROWS.get(quantity, quantity)
+    return fit_prior(samples(quantity))
 
 
 @cache

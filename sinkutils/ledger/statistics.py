@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import eq
 
 import numpy as np
@@ -56,10 +56,19 @@ class Estimate:
     @property
     def p(self) -> float:
         """The two-sided p-value of the hypothesis that the true mean is zero."""
+        return 1.0 if self.mean == 0 else 2 * min(self.p_above, self.p_below)
+
+    @property
+    def p_above(self) -> float:
+        """The one-sided p-value by which the true mean is shown to be above zero."""
         if self.error == 0:
-            return float(self.mean == 0)
-        t = abs(self.mean) / self.error
-        return float(2 * stdtr(self.freedom, -t))
+            return float(self.mean <= 0)
+        return float(stdtr(self.freedom, -self.mean / self.error))
+
+    @property
+    def p_below(self) -> float:
+        """The one-sided p-value by which the true mean is shown to be below zero."""
+        return replace(self, mean=-self.mean).p_above
 
 
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)

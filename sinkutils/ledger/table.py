@@ -10,22 +10,25 @@ import pandas as pd
 
 from sinkutils.checks import require
 from sinkutils.ledger.claims_file import REAL, read_claims
-from sinkutils.ledger.judge import FAILS, HOLDS, MISSING, OPEN, Judged, judge_claims
+from sinkutils.ledger.judge import FAILS, HOLDS, MISSING, OPEN, Judged, judge_claims, why_open
 from sinkutils.ledger.quantities import RATIOS
 from sinkutils.ledger.readings import Readings, readings
 from sinkutils.study.record import Folder
 
 COLUMNS = """id part source claim paper ours interval verdict reason checks effect low high trivial
  remark""".split()
-CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior bar p passes words
- premise""".split()
+CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior bar leans p passes
+ words why premise""".split()
 
 
-def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True) -> pd.DataFrame:
+def claims(
+    preset: str = "laptop", folder: Folder = None, correction: str = "claim"
+) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
-    corrected: whether the p-values of directional checks are corrected for their number by Holm's
-    method, as they are in the ledger. Raises ValueError for an unknown preset.
+    correction: how the p-values are corrected for their number by Holm's method, for and against
+    alike: over the checks of each "claim", which is the ledger's rule; over all of the "ledger"
+    (each part by itself); or "none". Raises ValueError for an unknown preset or correction.
 
     These are the columns:
     part: "paper", "later" (claims of later papers) or "ours".
@@ -33,8 +36,9 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
     ours, interval: the levels that the checks read, and their 95 % intervals. Excesses are means
     over blocks 2 to L.
     verdict: reproduced, partly, not reproduced, inconclusive, not visible (models of this preset
-    cannot show it), not run, or by mathematics.
-    reason: why a check stays open, if no number shows it. The most common reason is a dead block.
+    cannot show it), not tested (they are too small to), not run, or by mathematics.
+    reason: why checks stay open (`judge.why_open`): a dead block, a correction, a number near its
+    bar, or too few seeds, with the number that would do.
     checks: how many checks hold, fail and stay open, such as "1 holds, 3 fail, 5 open".
     effect, low, high: the number of the first check that has one, with its 95 % interval. For a
     ratio it is the logarithm.
@@ -43,7 +47,7 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
     """
     ours = readings(preset, folder)
     rows = []
-    for judged in _all_judged(ours, corrected):
+    for judged in _all_judged(ours, correction):
         # The runs that the checks read, by quantity. Dicts are used as ordered sets.
         read: dict[str, dict[str, None]] = {}
         levels = []
@@ -85,9 +89,9 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     setting's own variance is shrunk. If they are few, it is shrunk little.
     bar: the threshold or margin with which the mean is compared. If it is a share of the base's
     mean, it has an error of its own. So the check may stay open although the interval lies above.
-    p: the p-value of present, absent and more, after Holm's correction.
+    leans: what the numbers speak for, holds or fails. p: its p-value after Holm's correction.
     passes: the largest effect with which a "no effect" check would still pass.
-    words: the reason for the state, if no number shows it.
+    words: the reason for the state, if no number shows it. why: why it is open.
     premise: whether the check is a premise of the claim.
     """
     rows = []
@@ -96,7 +100,8 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
         for number, outcome in enumerate((*judged.outcomes, *judged.premises)):
             check = outcome.check
             estimate = outcome.estimate
-            row = vars(check) | vars(outcome) | vars(estimate)
+            row = vars(check) | vars(estimate) | vars(outcome)
+            row["why"] = why_open(outcome)
             row["id"] = judged.claim.id
             row["premise"] = number >= len(judged.outcomes)
             if estimate.seeds:
@@ -122,8 +127,8 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
 
 
 @lru_cache(maxsize=4)
-def _all_judged(ours: Readings, corrected: bool = True) -> list[Judged]:
-    return judge_claims(read_claims(), ours, corrected)
+def _all_judged(ours: Readings, correction: str = "claim") -> list[Judged]:
+    return judge_claims(read_claims(), ours, correction)
 
 
 def _tally(judged: Judged) -> str:
@@ -151,9 +156,8 @@ def _reasons(judged: Judged) -> str:
     """The reasons why checks stay open, each of them once."""
     reasons: dict[str, None] = {}
     for outcome in (*judged.outcomes, *judged.premises):
-        ours = outcome.check.kind not in REAL  # for a real model, the words are its number
-        if outcome.state == OPEN and ours and outcome.words:
-            reasons |= dict.fromkeys(outcome.words.split("; "))
+        if reason := why_open(outcome):
+            reasons |= dict.fromkeys(reason.split("; "))
     return "; ".join(reasons)
 
 

@@ -27,6 +27,9 @@ NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual"
 NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
 # The model_types of prefix LMs, in which every token of a prompt sees the whole prompt.
 PREFIX = {"paligemma"}
+# model_type -> the axis of the residual streams in the hidden states of the families that have
+# several; -1: they stand side by side in the last axis, (B, T, S * d).
+STREAMS = {"gemma3n_text": 0, "hy_v4": 2, "qwen4_exp_text": -1}
 INTERFACE = (
     "what is read are attention functions of transformers' AttentionInterface, or weights "
     "(B, H, T, T) that modules named Attention return"
@@ -103,6 +106,19 @@ def configurations(model: nn.Module) -> list[Any]:
         if hasattr(config, "_attn_implementation"):
             found[id(config)] = config
     return list(found.values())
+
+
+def streams_of(family: str, x: Tensor, width: int) -> Tensor | None:
+    """The residual streams in what a block passes on, (B, S, T, d); None if x has none.
+
+    family: the model_type. width: d.
+    """
+    axis = STREAMS.get(family)
+    if axis is None:
+        return x[:, None] if x.ndim == 3 else None
+    if axis == -1 and x.ndim == 3 and x.shape[2] % width == 0:
+        x = x.unflatten(2, (-1, width))  # (B, T, S, d)
+    return x.movedim(axis if axis >= 0 else 2, 1) if x.ndim == 4 else None
 
 
 def is_of_transformers(function: Any) -> bool:

@@ -34,8 +34,8 @@ from sinkutils.checks import require
 from sinkutils.measuring import families, older, refusals
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Comparing, Measuring, Pass
-from sinkutils.measuring.state import LeftAsFound
-from sinkutils.measuring.wrappers import handed_over
+from sinkutils.measuring.refusals import handed_over
+from sinkutils.measuring.tally import LeftAsFound
 
 # The model that is being measured. Other threads may run the same patched classes in the meantime.
 # A context variable is None in those threads, which a global variable would not be.
@@ -199,34 +199,28 @@ class Capture:
     def hidden_states(self, *values: Any) -> Tensor:
         """Find the hidden states among what a block takes or returns; shape (B, S, T, d).
 
-        S is the number of residual streams. Most families have one stream, (B, T, d). Some have
-        several, along an axis of their own or side by side in the last axis.
+        S is the number of residual streams: one, or as many as `families.STREAMS` says.
         values: the block's arguments or outputs, in any nesting of tuples and dicts.
         """
         config = self.config.get_text_config()
         width = getattr(config, "hidden_size", None) or self.table.shape[1]
-        by_position = None
+        found = None
         for x in tree_leaves(values):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
-            leads = x.shape[:2] == self.shape  # the first two axes are (B, T)
-            if x.ndim == 4 and leads:  # (B, T, S, d)
-                return x.transpose(1, 2)
-            if x.ndim == 4 and x.shape[1:3] == self.shape:  # (S, B, T, d)
-                return x.transpose(0, 1)
-            if x.ndim == 3 and leads:
-                if x.shape[2] % width == 0:  # (B, T, S * d)
-                    streams: Tensor = x.unflatten(2, (-1, width))
-                    return streams.transpose(1, 2)
-                if by_position is None:
-                    # The last axis does not fit the width, which the configuration may not state.
-                    # Keep this tensor for the case that no other one fits.
-                    by_position = x
-        if by_position is None:
+            streams = families.streams_of(config.model_type, x, width)
+            if streams is None or (len(streams), streams.shape[2]) != self.shape:
+                continue
+            if streams.shape[3] == width:
+                return streams
+            # The last axis does not fit the width, which the configuration may not state. Keep this
+            # tensor for the case that no other one fits.
+            found = streams if found is None else found
+        if found is None:
             raise ValueError(
                 f"{self.kind} has a block that shows no hidden states (B, T, d): give norms=False"
             )
-        return by_position[:, None]
+        return found
 
     def _see_weights(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Read the weights that a legacy module returns, and take them out of its output."""

@@ -1,4 +1,4 @@
-"""Loading language models, by a name (of Table 8 or newer), a hub id, a path or a record."""
+"""Loading language models, by a name (of Table 8 or newer), a hub id or a path."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from sinkutils.checks import choice, short
+from sinkutils.checks import choice
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.grid import PRESETS
-from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
-from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ONE_STATE = "revision is of a hub id, and {0!r} has one state only: leave it out"
 # The beginning of a weight's name: "model.layers.3." -> "model.layers.", "3".
 BLOCK = re.compile(r"(.*?)(\d+)\.")
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
@@ -42,45 +40,18 @@ def load_lm(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    runs: Folder = None,
 ) -> tuple[nn.Module, Any]:
-    """Load a causal LM in eval mode, and its tokenizer.
-
-    name_or_path: one of these:
-        - a name from data/paper/models.csv, or a hub id
-        - a local folder, or a GGUF file (which needs the package gguf)
-        - a recorded run that kept its weights: "laptop/fixed_1/0", or the folder of the record
-        - a model that `python -m sinkutils models` installed, such as "smollm2"
-    device: None chooses CUDA if it is available, and the CPU otherwise. "auto" lets accelerate
-        spread the model over several devices.
-    dtype: one of DTYPES. None chooses float32 on a CPU, and the checkpoint's dtype elsewhere.
-    revision: the revision of a hub id, for instance "step1000" for Pythia.
-    trust_remote_code: whether code from the hub may run.
-    runs: the folder of the records; None: data/runs.
-
-    Weights are read from safetensors files if the model has them. Otherwise transformers reads the
-    .bin files, and accepts nothing but tensors in them.
-    Raises ModelUnavailable (an OSError) with one line that says what to do, and ValueError for an
-    unknown device or dtype.
-    """
-    if not isinstance(name_or_path, str | os.PathLike):
-        raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
+    """Load a causal LM and its tokenizer, as `names.load_lm`, which also knows records."""
     name = str(name_or_path)
     path = Path(name_or_path)
-    if dtype is not None:
-        dtype = str(dtype).removeprefix("torch.")
-        choice("dtype", dtype, DTYPES)
-        dtype = getattr(torch, dtype)
+    kind = find_dtype(dtype)
     target = None if device == "auto" else find_device(device)
-    # The name is one of four: a record, a local path, a model from pip, or a model on the hub.
-    recorded = Runs(runs).named(name)
+    # The name is one of three: a local path, a model from pip, or a model on the hub.
     here = name != "" and path.exists()
     lowered = name.lower()  # REAL_MODELS has lower-case names
     real = not here and lowered in REAL_MODELS
-    if revision is not None and (recorded or here or real):
-        raise ValueError(f"revision is of a hub id, and {name!r} has one state only: leave it out")
-    if recorded is not None:
-        return _load_record(recorded, find_device(target), dtype)
+    if revision is not None and (here or real):
+        raise ValueError(ONE_STATE.format(name))
     if here:
         check_folder(path)
         where = name
@@ -88,45 +59,35 @@ def load_lm(
         where = str(model_folder(lowered))
     else:
         where = _hub_id(name)
-    model, tokenizer = _load_transformers(where, target, dtype, revision, trust_remote_code)
+    model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
     if real:  # reports shall show this name, not the path of a cache folder
         model.name_or_path = model.config.name_or_path = lowered
     return model, tokenizer
 
 
+def find_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of this name. Raises ValueError unless it is None or one of DTYPES."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    choice("dtype", name, DTYPES)
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 def _hub_id(name: str) -> str:
     """The hub id of a model of Table 8. Any other name is taken for a hub id already.
 
-    Raises ModelUnavailable for a name that looks like a folder or a record.
+    Raises ModelUnavailable for a name that looks like a path.
     """
+    if name.lower().endswith((".gguf", ".safetensors", ".bin")):
+        raise ModelUnavailable(f"there is no file {name!r}")
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
-    preset, *_ = name.split("/")
-    if name.count("/") == 2 or preset in PRESETS:
-        raise ModelUnavailable(
-            f"no recorded run {name!r}: give preset/experiment/seed of one, "
-            "`python -m sinkutils train` it, or give a hub id"
-        )
     for row in read_csv(PAPER / "models.csv"):
         if row["name"].lower() == name.lower():
             return row["hub_id"]
     return name
-
-
-def _load_record(folder: Path, device: torch.device, dtype: Any) -> tuple[TransformerLM, Any]:
-    try:
-        record = read_record(folder)
-        if record.weights is None:
-            run = record.config
-            raise ModelUnavailable(
-                f"the record {short_name(folder)} was written without weights: python -m sinkutils "
-                f"train {run['experiment']} --preset {run['preset']} --seed {run['seed']} "
-                "--keep-weights"
-            )
-        model = record.load_model()
-        return model.to(device, dtype or torch.float32), record.tokenizer
-    except CorruptRecord as error:
-        raise ModelUnavailable(str(error)) from error
 
 
 def _load_transformers(

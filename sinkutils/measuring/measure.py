@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,8 @@ from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require, short
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
-from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
-from sinkutils.measuring.tally import OwnModel, Tally
+from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
 from sinkutils.model.decoder import TransformerLM
-
-if TYPE_CHECKING:
-    from sinkutils.measuring.hf import Capture
 
 TOKENS_A_BATCH = 8192  # the default batch_size gives about this many tokens per forward pass
 
@@ -105,10 +101,13 @@ def measure(
     # one restores it.
     with ONE_AT_A_TIME, state, state:
         state.evaluate(model)
-        source: OwnModel | Capture
+        source: Source
+        # Imported here, so that our own models do not need transformers, nor others ours.
         if isinstance(model, TransformerLM):
+            from sinkutils.measuring.own import OwnModel
+
             source = OwnModel(model, tally)
-        else:  # imported here, so that our own models do not need transformers
+        else:
             from sinkutils.measuring.hf import observe
             from sinkutils.measuring.passes import Measuring
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, masking_utils
 
 from sinkutils.measuring.families import Function
-from sinkutils.measuring.state import LeftAsFound
+from sinkutils.measuring.tally import LeftAsFound
 
 NEEDED = not hasattr(AttentionInterface, "get_interface")
 _getitem = AttentionInterface.__getitem__

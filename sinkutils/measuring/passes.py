@@ -2,24 +2,40 @@
 
 `Measuring` adds it to a tally, also under surgery. `Checking` and `Comparing` run before, on a
 short text, and find out whether the attention can be read at all.
+
+`Measuring` computes alpha without attention maps where it can. A fused kernel never holds the T x T
+map, but it returns each row's log-sum-exp, lse_i. With it, the attention to a single key k is
+A_ik = exp(s_ik - lse_i). The ops of PyTorch that return the log-sum-exp are private. They can
+change or be missing, and one backend returns it in base 2 (pytorch #181645). So `proves_right`
+compares the first results of a kernel with exact rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils.measuring import families
-from sinkutils.measuring.families import Call, Function, widened
-from sinkutils.measuring.fused import can_serve, fused_call, proves_right
+from sinkutils.measuring.families import Call, Function, repeat_heads, widened
 from sinkutils.measuring.refusals import LATER
 from sinkutils.measuring.tally import Edit, Tally, changed
 
 EXACT_ELEMENTS = 2**25  # attention weights in memory at a time: 128 MiB in float32
 CHECK_TOKENS = 16  # the most tokens in the text of a check
+ROWS = 512  # queries per kernel call, if there is a mask
+CHECK_ROWS = 32  # `proves_right` checks so many queries after each key, and so many over the text
+MOST_KEYS = 64  # with more chosen keys than these, computing whole rows is cheaper
+# The keyword arguments with which a kernel may be used. Most do not change the result, `fused_call`
+# uses some, and the effect of the last two (the choice of sparse attention) is in the mask already.
+KNOWN = set(
+    "dropout scaling is_causal s_aux sliding_window position_ids cache_position use_cache "
+    "output_attentions output_hidden_states output_router_logits position_embeddings "
+    "block_indices indices".split()
+)
 
 
 class Pass:
@@ -235,3 +251,166 @@ def _gaps(out: Tensor, right: Tensor) -> Tensor:
     gaps: Tensor = torch.linalg.vector_norm(difference, dim=-1)
     least = 1e-6 * float(size.max()) + 1e-30  # avoids a division by zero
     return gaps / size.clamp(min=least)
+
+
+# --- fused kernels
+
+
+class Fused(NamedTuple):
+    """The result of one call by a fused kernel."""
+
+    out: Tensor  # (B, T, H, D)
+    shares: Tensor  # (B, H, T, K): A_ik for the K chosen keys
+    star: Tensor | None  # (B, H, T): the attention that a learned sink takes, if there is one
+
+
+def can_serve(call: Call, columns: Tensor) -> bool:
+    """Whether a fused kernel can compute this call, and the attention to the keys at `columns`."""
+    if len(columns) > MOST_KEYS:
+        return False
+    for name, value in call.kwargs.items():
+        if value is not None and name not in KNOWN:
+            return False
+    # The kernels need values as wide as keys, and one dtype for all three.
+    q, k, v = call.q, call.k, call.v
+    one_type = q.dtype == k.dtype == v.dtype
+    return one_type and q.shape[-1] == v.shape[-1]
+
+
+def fused_call(call: Call, columns: Tensor) -> Fused:
+    """Compute the output by a fused kernel, and the attention to the keys at `columns` (K,)."""
+    q = call.q
+    heads = q.shape[1]
+    keys = repeat_heads(call.k, heads)
+    values = repeat_heads(call.v, heads)
+    # out: (B, H, T, D). lse: (B, H, T), the log of the sum of exp(logits) over each row.
+    if call.mask is None:
+        out, lse = fused(q, keys, values, scale=call.scale)
+    else:
+        out, lse = fused_rows(q, keys, values, call.mask, call.scale)
+    # The logits s_ik of the chosen keys alone
+    chosen = keys[:, :, columns].float()  # (B, H, K, D)
+    logits = q.float() @ chosen.mT * call.scale  # (B, H, T, K)
+    mask = call.mask_of(call.rows, columns)  # (.., T, K)
+    # An additive mask may also hold biases of visible keys, so it is added as it is.
+    if mask.dtype != torch.bool:
+        logits = logits + mask
+    star = None
+    if call.sink is not None:
+        # A learned sink logit only adds exp(sink) to the denominator of the softmax. So the tokens
+        # keep the share exp(lse - logaddexp(lse, sink)) of each row.
+        sink = call.sink.float().reshape(1, -1, 1)
+        total = torch.logaddexp(lse, sink)
+        rest = torch.exp(lse - total)  # (B, H, T)
+        star = 1 - rest
+        out = out * rest[..., None].to(out.dtype)
+        lse = total
+    shares = torch.exp(logits - lse[..., None])  # A_ik = exp(s_ik - lse_i)
+    hidden = ~families.shown(mask)
+    shares = shares.masked_fill(hidden, 0)
+    out = out.transpose(1, 2).contiguous()
+    return Fused(out, shares, star)
+
+
+def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+    """The name of the PyTorch op that `fused` calls. Raises RuntimeError if none fits."""
+    if device == "cpu":
+        return "_scaled_dot_product_flash_attention_for_cpu"
+    if device != "cuda" or dtype == torch.float64:
+        raise RuntimeError(f"there is no fused kernel for {dtype} on {device}")
+    # Flash attention supports no mask, no float32, and no heads wider than 256.
+    half = dtype in (torch.float16, torch.bfloat16)
+    if half and head_dim <= 256 and not masked:
+        return "_scaled_dot_product_flash_attention"
+    return "_scaled_dot_product_efficient_attention"
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention: its output (B, H, T, D) and log-sum-exp (B, H, T), to the base e.
+
+    q: (B, H, T, D). k, v: (B, H, S, D).
+    mask: additive, or boolean with True where a key is visible; None: causal.
+    scale: the factor of the logits; None: 1 / sqrt(D).
+    Raises RuntimeError if no kernel fits, and AttributeError if this PyTorch lacks the op.
+    """
+    causal = mask is None
+    device = q.device.type
+    name = kernel_for(device, q.dtype, q.shape[-1], masked=not causal)
+    op = getattr(torch.ops.aten, name)  # the argument 0.0 below is the dropout
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)  # made additive
+    if device == "cpu":
+        # This private op assumes that the last dimension is contiguous. It does not check this, and
+        # gives wrong numbers where it is not.
+        q, k, v = map(_last_contiguous, (q, k, v))
+        out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    elif name == "_scaled_dot_product_flash_attention":
+        out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
+    else:
+        if mask is not None:
+            # In memory, each row of the mask has to start at a multiple of 16 elements. So we pad
+            # the rows and take a view of the part that is meant.
+            keys = mask.shape[-1]
+            lacking = -keys % 16  # elements up to the next multiple of 16
+            padded = F.pad(mask.to(q.dtype), (0, lacking))
+            mask = padded[..., :keys]
+            mask = mask.expand(*q.shape[:3], k.shape[2])
+        # The argument True asks for the log-sum-exp.
+        out, lse, *_ = op(q, k, v, mask, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]  # some kernels pad T
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def fused_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fused` with a mask that broadcasts to (B, H, T, S), for `ROWS` queries at a time.
+
+    If the mask is boolean, each step reads only the range of keys that its queries see. So a
+    sliding window costs less than whole rows.
+    """
+    outs, lses = [], []
+    for queries, seen in zip(q.split(ROWS, dim=2), mask.split(ROWS, dim=-2), strict=True):
+        keys, values = k, v
+        if mask.dtype == torch.bool:
+            in_any = seen.flatten(0, -2).any(dim=0)  # seen in any text and head, by any query: (S,)
+            columns = in_any.nonzero()[:, 0]
+            # The range from the first visible key to the last one
+            between = slice(columns[0], columns[-1] + 1)
+            keys = k[:, :, between]
+            values = v[:, :, between]
+            seen = seen[..., between]
+        out, lse = fused(queries, keys, values, mask=seen, scale=scale)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
+    """Whether a kernel's output and A_ik agree with the family's eager function, on the first text.
+
+    result: what the kernel computed for `call`. columns: (K,), the chosen keys.
+    """
+    last = call.q.shape[2] - 1
+    device = columns.device
+    # We compare the rows right after each chosen key, because a sliding window hides the key from
+    # most later ones, and some rows over the whole text.
+    after = columns[:, None] + torch.arange(CHECK_ROWS, device=device)  # (K, CHECK_ROWS)
+    all_over = torch.linspace(0, last, CHECK_ROWS, device=device).long()
+    rows = torch.cat([after.flatten(), all_over])
+    rows = rows.clamp(max=last).unique()
+    first_text = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
+    out, weights = families.chunk(first_text, rows)  # (1, R, H, D), (1, H, R, S)
+    # In half precision the two round differently, so the tolerance is larger.
+    tolerance = 2e-5 if out.dtype.itemsize >= 4 else 3e-2
+    gaps = result.shares[:1, :, rows] - weights[..., columns]
+    gaps_of_out = result.out[:1, rows] - out
+    # If a gap is nan, the comparison is False, and the kernel is not trusted.
+    right = gaps.abs().max() <= tolerance
+    right_out = gaps_of_out.abs().max() <= tolerance * call.size
+    return bool(right and right_out)

@@ -5,22 +5,35 @@ They are natural text, random tokens, or one repeated token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sinkutils.checks import instance, integer, require, short
-from sinkutils.measuring.tokenizer import bos_id, encode, marked_special
-from sinkutils.study.corpus import Corpus, load_corpus
+from sinkutils.checks import choice, instance, integer, require, short
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
+from sinkutils.measuring.texts import held_out_documents
+from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode, marked_special, special_ids
 
 # The index of a kind enters its seed, so that a new kind may only be appended.
 PROBES = ("natural", "random", "repeat")
 SEQUENCES = 100
 # Before a text is tokenised it is cut to this many characters for each token that is needed.
 CHARACTERS_A_TOKEN = 32
+X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what can stand first in an input
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """What `probe` needs of a corpus: token ids by document, and their text."""
+
+    def documents(self, split: str) -> Iterator[np.ndarray]: ...
+
+    def decode(self, ids: np.ndarray) -> str: ...
 
 
 def probe(
@@ -31,25 +44,12 @@ def probe(
     seed: int = 0,
     *,
     bos: bool = False,
-    corpus: str | Corpus = "docstrings",
+    corpus: Corpus | None = None,
     texts: Iterable[str] | None = None,
 ) -> Tensor:
-    """Token ids (n, length), int64, to measure sinks on. They depend on the arguments only.
+    """Token ids (n, length), as `names.probe`, which also opens corpora by their names.
 
-    kind: "natural" takes the first tokens of n documents. "random" draws every token uniformly from
-    the vocabulary without special tokens. "repeat" draws one such token for each sequence and
-    repeats it. None cuts each of `texts` into consecutive windows of `length` tokens; the rest at
-    the end of a text is not used.
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. No special token is added, and
-    the name of a special token inside a text is read as ordinary text.
-    n: the number of sequences. None means 100, or with kind=None all windows. If n is smaller than
-    the number of windows, n of them are drawn and keep their order.
-    bos: whether each sequence begins with the tokenizer's BOS, which counts towards `length`.
-    corpus: the corpus whose probe split, which no training sees, gives the natural text.
-    texts: texts to use instead of a corpus.
-
-    Raises ValueError for an unknown kind, an object that is no tokenizer, a tokenizer without BOS
-    if bos is set, or too little text.
+    corpus: None stands for the held-out documents of the corpus "docstrings".
     """
     if kind not in PROBES and (kind is not None or texts is None):
         raise ValueError(
@@ -126,7 +126,7 @@ def _natural(
     n: int,
     needed: int,
     seed: int,
-    corpus: str | Corpus,
+    corpus: Corpus | None,
     texts: Iterable[str] | None,
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that are long enough: (n, needed).
@@ -134,9 +134,9 @@ def _natural(
     The seed determines the order in which the documents are tried.
     """
     if texts is None:
-        source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        instance("corpus", source, Corpus)
-        texts = map(source.decode, source.documents("probe"))
+        texts = held_out_documents()
+        if corpus is not None:
+            texts = map(corpus.decode, corpus.documents("probe"))
     documents = _several(texts)
     generator = np.random.default_rng([seed, PROBES.index("natural")])
     chosen = []
@@ -156,3 +156,77 @@ def _natural(
         "needed: give more text, a smaller n or a smaller length; to cut texts of your own into "
         "windows and take all, leave out the kind"
     )
+
+
+def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
+    """`ids` (n, T) with x_fix at a 1-based position; unchanged if that is None or beyond T."""
+    if position is None or position > ids.shape[1]:
+        return ids
+    ids = ids.clone()
+    ids[:, position - 1].fill_(fix_id)
+    return ids
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A language model that can be measured on inputs like those of its training.
+
+    Some models were trained with a fixed token x_fix at one position, or with a BOS.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    fixed_position: int | None = None  # the position at which training put x_fix (Table 10 right)
+    corpus: Corpus | None = None  # the source of natural text; None: the held-out documents
+    length: int = 64  # the T at which the model was measured during training
+    bos_in_training: bool = False  # whether the training texts began with a BOS
+
+    @property
+    def firsts(self) -> tuple[str, ...]:
+        """What can stand first in an input: x_fix if training had one, plain text, BOS if any."""
+        firsts = [TEXT]
+        if self.fixed_position:
+            firsts.insert(0, X_FIX)
+        if adds_bos(self.tokenizer) is not None:
+            firsts.append(BOS)
+        return tuple(firsts)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """What stands first in the inputs that are measured by default.
+
+        It is x_fix or plain text. A model that was trained with a BOS is measured in two ways:
+        without it, as in the paper, and with it.
+        """
+        if self.bos_in_training and BOS in self.firsts:
+            return (self.firsts[0], BOS)
+        return self.firsts[:1]
+
+    def inputs(
+        self, kind: str | None = None, *sizes: int, first: str | None = None, **options: Any
+    ) -> Tensor:
+        """The token ids (n, length) of a probe of Section 3.3.
+
+        kind, sizes (n, length and seed) and options (texts): as in `probes.probe`.
+        first: one of `firsts`; None: what training put first.
+        With x_fix, the probe "repeat" is a single sequence of x_fix at every position. Propositions
+        1-4 assume that all tokens are equal. If another token was repeated, the sink would be
+        missing for lack of x_fix, and nothing would be learned about repetition.
+        Raises ValueError for a `first` that the model does not have.
+        """
+        first = first or self.firsts[0]
+        bos = first == BOS
+        if not bos:  # for a BOS, `probe` itself raises the error if the tokenizer has none
+            choice("first", first, self.firsts)
+        ids = probe(kind, self.tokenizer, *sizes, bos=bos, corpus=self.corpus, **options)
+        if first != X_FIX:
+            return ids
+        fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
+        if kind == "repeat":
+            return torch.full_like(ids[:1], fix_id)
+        return fix_position(ids, self.fixed_position, fix_id)
+
+    def measure(self, ids: Tensor, **options: Any) -> Report:
+        """Measure the model on ids, as `measure` does. The report has the model's name."""
+        return measure(self.model, ids, name=self.name, **options)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkutils.checks import choice
-from sinkutils.paths import LEDGER, read_yaml
-from sinkutils.study.corpus import cache_root, written_whole
+from sinkutils.paths import LEDGER, cache_root, read_yaml, written_whole
 
 # File names in a model's folder
 GGUF = "model.gguf"

@@ -35,11 +35,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from sinkutils.checks import choice, integer, integers, require
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import check_range, measure, sequences
+from sinkutils.measuring.own import OwnModel
 from sinkutils.measuring.passes import Measuring, Pass
 from sinkutils.measuring.refusals import check_positions
 from sinkutils.measuring.report import Report, check_targets
-from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
-from sinkutils.measuring.tally import Edit, OwnModel, Tally, changed
+from sinkutils.measuring.tally import ONE_AT_A_TIME, Edit, LeftAsFound, Tally, changed
 from sinkutils.model.decoder import TransformerLM
 
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]

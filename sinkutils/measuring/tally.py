@@ -1,28 +1,64 @@
-"""Collecting the numbers of a report, layer by layer and batch by batch.
+"""What a measurement is made of.
 
-A `Tally` collects them. `OwnModel` runs a `TransformerLM` and adds to a tally what it shows; for
-models of transformers, `hf.Capture` and `passes.Measuring` do the same.
+A `Source` is a model that is observed while it runs, a `Tally` collects the numbers of a report
+from it, layer by layer and batch by batch, and `LeftAsFound` undoes all changes to the model.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sinkutils.checks import instance, require
 from sinkutils.measuring.report import Kept, NotFinite, Report
-from sinkutils.model.attention import AttentionSpec, attend, divide
-from sinkutils.model.decoder import TransformerLM
 
-if TYPE_CHECKING:
-    from sinkutils.measuring.hf import Capture
+# Measuring changes the state of a model, and different models may share a configuration. So only
+# one thread measures at a time.
+ONE_AT_A_TIME = threading.RLock()
+
+
+class Source(Protocol):
+    """A model that is observed: our own (`own.OwnModel`) or one of transformers (`hf.Capture`)."""
+
+    model: Any  # the causal LM
+    vocabulary: int  # the number of its token embeddings
+
+    @property
+    def path(self) -> str:
+        """How alpha is computed, in words for the report."""
+
+    @property
+    def windows(self) -> Mapping[int, int | None]:
+        """Layer -> how many keys a query sees; None: all."""
+
+    @property
+    def tokens_a_batch(self) -> int:
+        """The most tokens in one forward pass."""
+
+    def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
+        """Raise ValueError if these rows of ids, or this model, cannot be measured."""
+
+    def run(self, ids: Tensor) -> None:
+        """Run one forward pass on ids (B, T), which adds to the tally."""
+
+
+class Reduced(NamedTuple):
+    """What is kept of the attention weights of R queries."""
+
+    shares: Tensor  # the targets' columns, (B, H, R, K)
+    maps: Tensor  # the chosen heads, (B, chosen, R, T)
+    star: Tensor | None  # what each row lacks to sum to one, (B, H, R)
+
 
 # Numbers of each sample: name -> layer -> a list with one tensor (B, ..) per batch. For a kept map,
 # queries or keys, a pair (layer, head) stands in place of the layer.
@@ -135,28 +171,28 @@ class Tally:
         padded = self._padded(x.float().mT).mT  # (B, longest, D)
         self.values[name][layer, head].append(padded.cpu())
 
-    def reduced(self, layer: int, weights: Tensor, star: bool = False) -> tuple[Tensor, ...]:
+    def reduced(self, layer: int, weights: Tensor, star: bool = False) -> Reduced:
         """Reduce attention weights to the parts that are kept, for `add_weights`.
 
         weights: (B, H, R, T), of R queries of a layer.
-        Returns the targets' columns, (B, H, R, K), and the maps of the chosen heads, (B, chosen, R,
-        T). With `star` it also returns what each row lacks to sum to one, (B, H, R): the attention
-        to a learned sink logit, or to keys in front of the text.
+        star: whether what a row lacks to sum to one is attention, to a learned sink logit or to
+            keys in front of the text.
         """
         wide = torch.promote_types(weights.dtype, torch.float32)
         shares = weights[..., self.columns(weights.device)].to(wide)
         chosen = self.heads_of(layer, weights.shape[1])
         maps = weights[:, chosen].float()
-        if not star:
-            return shares, maps
-        return shares, maps, 1 - weights.sum(dim=-1, dtype=wide)
+        lacking = 1 - weights.sum(dim=-1, dtype=wide) if star else None
+        return Reduced(shares, maps, lacking)
 
-    def add_weights(self, layer: int, parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Add the attention of a layer. parts: one result of `reduced` per chunk of queries."""
-        shares, maps, *star = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    def add_weights(self, layer: int, parts: Sequence[Reduced]) -> None:
+        """Add the attention of a layer. parts: one for each chunk of queries."""
+        shares = torch.cat([part.shares for part in parts], dim=2)
+        maps = torch.cat([part.maps for part in parts], dim=2)
         self.add_shares(layer, shares)
+        star = [part.star for part in parts if part.star is not None]
         if star:
-            self.add_star(layer, star[0])
+            self.add_star(layer, torch.cat(star, dim=2))
         padded = self._padded(maps, axes=2)  # (B, chosen, T, T)
         for index, head in enumerate(self.heads_of(layer, shares.shape[1])):
             of_head = padded[:, index]  # (B, T, T)
@@ -189,7 +225,7 @@ class Tally:
 
     def report(
         self,
-        source: OwnModel | Capture,
+        source: Source,
         places: Tensor,
         lengths: Tensor,
         epsilons: tuple[float, ...],
@@ -290,103 +326,67 @@ def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return result.to(x)
 
 
-class OwnModel:
-    """An observer of a `TransformerLM` that adds to a tally what the model shows while it runs.
+class LeftAsFound:
+    """A context that undoes all changes to a model when it ends. Enter it twice, in one line:
 
-    The model calls `embedding`, then `attention` and `block` in each block. It has what
-    `measure` needs of `hf.Capture`; surgery tells the two apart.
+        with ONE_AT_A_TIME, state, state:
+
+    An interrupt (^C) can come at any line, even while the inner context undoes the changes. The
+    outer context then undoes them again. This works because every undo step is noted before its
+    change is made, and can be repeated. Entering the context changes nothing.
     """
 
-    path = "dense"  # how alpha is computed
-    tokens_a_batch = 2**27  # no limit in practice, because no logits are computed
-    edit: Edit | None = None
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], Any]] = []  # undo steps, run in reverse order
 
-    def __init__(self, model: TransformerLM, tally: Tally) -> None:
-        self.model = model
-        self.tally = tally
-        self.blocks = model.blocks
-        self.layers = {block.attention: layer for layer, block in enumerate(model.blocks)}
-        self.device = model.embed.weight.device
-        cfg = model.config
-        self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
-        self.vocabulary = cfg.vocab_size
-        self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
+    def __enter__(self) -> LeftAsFound:
+        return self
 
-    def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
-        """Nothing to check: our own model is causal, and shows the attention that it computes."""
+    def __exit__(self, *_: object) -> None:
+        for undo in reversed(self.steps):
+            undo()
 
-    def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the hook unchanged, because threads do not share our own models."""
-        return function
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object or a class until the context ends."""
+        if isinstance(owner, type) and name not in vars(owner):  # the class inherits it
+            undo = partial(_forget, owner, name)
+        else:
+            undo = partial(setattr, owner, name, getattr(owner, name))
+        self.steps.append(undo)
+        setattr(owner, name, value)
 
-    def run(self, ids: Tensor) -> None:
-        """Run one forward pass on ids (B, T)."""
-        self.model.hidden(ids.to(self.device), self)
+    def evaluate(self, model: nn.Module) -> None:
+        """Put every module in eval mode, and switch gradients off."""
+        self.steps.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        torch.set_grad_enabled(False)
+        # Modules may be in different modes (a frozen part, for instance), so we note each one's.
+        # We do not call `model.eval()`: a class may do more there, such as merging its adapters.
+        modes = [(module, module.training) for module in model.modules()]
+        self.steps.append(partial(_set_modes, modes))
+        _set_modes([(module, False) for module, _ in modes])
 
-    def _text(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the text, without x*, as one residual stream: (B, 1, T, d)."""
-        return hidden[:, None, self.first :]
+    def hook(self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None) -> None:
+        """Add a hook to a module's table of hooks, for instance `module._forward_hooks`.
 
-    def embedding(self, hidden: Tensor) -> None:
-        self.tally.add_norms("embedding", 0, self._text(hidden))
-
-    def attention(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        extras: Mapping[str, Any],
-    ) -> None:
-        if self.edit is not None and layer in self.edit.layers:
-            part = {"q": q, "k": k, "v": v}[self.edit.part]
-            # Surgery is the one case in which we do more than observe. We write into the tensors
-            # that the model has handed us, and it computes its output from them.
-            part.copy_(changed(self.edit.change, part))
-        tally = self.tally
-        first = self.first
-        of_text = [x[:, :, first:] for x in (q, k, v)]
-        tally.add_qkv(layer, *of_text)
-        # Without the row of x*, which sees only itself: (B, H, T, S)
-        shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
-        # The columns are k* or x*, if there is one, followed by the T keys of the text.
-        length = shares.shape[2]
-        tally.add_weights(layer, [tally.reduced(layer, shares[..., -length:])])
-        if first or spec.has_star:
-            tally.add_star(layer, shares[..., -length - 1])
-
-    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self.tally.add_hidden(layer, self._text(hidden))
-        if before_norm is not hidden:  # a post-norm block: the sum before its last norm (Eq. 3)
-            self.tally.add_norms("before_norm", layer, self._text(before_norm))
+        It does the same as `register_forward_hook`, but notes how to remove the hook before it adds
+        it: no interrupt can come in between.
+        with_kwargs: the module's table of hooks that also take keyword arguments, if this one does.
+        """
+        tables = () if with_kwargs is None else with_kwargs
+        handle = RemovableHandle(hooks, extra_dict=tables)
+        self.steps.append(handle.remove)
+        if with_kwargs is not None:
+            with_kwargs[handle.id] = True
+        hooks[handle.id] = hook
 
 
-def attention_shares(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Mapping[str, Any]
-) -> Tensor:
-    """The shares of attention from which alpha is computed, (B, H, T, S), in float64.
+def _forget(owner: type, name: str) -> None:
+    """Delete an attribute that we set on a class, so that it inherits the attribute again."""
+    if name in vars(owner):
+        delattr(owner, name)
 
-    A share is |A_ij| divided by its row's sum. For softmax it is A_ij itself, and for weights that
-    do not sum to one it is the proxy score of Section 7.4. Softpick is an exception: its rows sum
-    to at most one, and are used as they are. The arguments are those of `attend`.
-    """
-    # In float64, exp(s) does not overflow for logits s up to 709. Apple GPUs have no float64.
-    device = torch.device("cpu") if q.device.type == "mps" else q.device
 
-    def widened(x: Tensor) -> Tensor:
-        return x.to(device).double()
-
-    def learned_kernel(x: Tensor) -> Tensor:
-        return widened(extras["mlp"](x.to(q)))  # the MLP runs in the model's own precision
-
-    wide_extras: dict[str, Any] = {}
-    for name, x in extras.items():
-        wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
-    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
-    weights = weights.abs()
-    # A row of softpick may sum to less than `scale`. The rest is attention to no key, and must not
-    # be distributed over the keys.
-    if spec.similarity == "softpick":
-        return weights / spec.scale
-    return divide(weights, weights.sum(dim=-1, keepdim=True))
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Set each module's mode: True for training, False for eval."""
+    for module, training in modes:
+        vars(module)["training"] = training

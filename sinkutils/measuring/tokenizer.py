@@ -170,6 +170,17 @@ def bos_id(tokenizer: Any) -> int:
     return int(token)
 
 
+def adds_bos(tokenizer: Any) -> bool | None:
+    """Whether a tokenizer puts a BOS in front of a text by itself. None: it has no BOS."""
+    try:
+        bos = bos_id(tokenizer)
+    except ValueError:
+        return None
+    encoded = tokenizer.encode("a")
+    ids = getattr(encoded, "ids", encoded)  # tokenizers returns an object, transformers a list
+    return bool(ids[0] == bos)
+
+
 def _first(tokenizer: Tokenizer, tokens: Iterable[str]) -> int | None:
     """The id of the first of these tokens that is in the vocabulary, or None."""
     for token in tokens:

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils import checks
 from sinkutils.checks import choice, real, require
+from sinkutils.model.config import SOFTMAX, AttentionSpec
+from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, visible
 
 Map = Callable[[Tensor], Tensor]
 
@@ -54,128 +54,8 @@ LOGARITHMS = {
 # product of two small values, such as e^-60 e^-60, is 0 in float32, and a row of zeros has no sum
 # to divide by.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
-OPERATION_CHOICES = {
-    # softpick (Zuhri et al. 2025): relu(e^s - 1) / sum |e^s - 1|, see `normalise`
-    "similarity": (*SIMILARITIES, "softpick"),
-    "kernel": (*KERNELS, "mlp"),
-    "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
-    "bias": ("none", "kv", "k", "v"),
-    "fixed_value": ("zero", "first", "uniform"),
-    "sink_logit": ("none", "zero", "learned"),
-}
-# The other position terms rotate q and k (rotary) or are added to the embeddings (absolute,
-# learnable). `relative` adds the number of T5's bucket itself, which grows with the distance, as
-# the authors' code does. `relative_learned` is T5's own term: a learned bias for each bucket and
-# head. Eq. 6 prints a third variant: see `relative_buckets`.
-ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
-POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
-
 NUM_BUCKETS = 32  # B of Eq. 6
 MAX_DISTANCE = 128  # D of Eq. 6
-
-# Fields that have a meaning only beside another field: (field, other field, the other's values)
-NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("p", "normalizer", ("p_norm",)),
-    ("kernel", "similarity", ("linear",)),
-    ("logit_bias", "similarity", ("sigmoid",)),
-    ("window", "prefix", (1,)),
-    ("bias_shared", "bias", ("kv", "k", "v")),
-    ("bias_dims", "bias", ("kv", "k")),
-    ("fixed_value", "bias", ("k",)),
-)
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The description of an attention operation; the defaults are causal softmax (Eq. 4).
-
-    Raises `ValueError`, which names the allowed values, for a combination that has no meaning.
-    """
-
-    similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
-    # phi, applied to q and k: identity, elu (plus one), mlp (one for q, k and all heads)
-    kernel: str = "identity"
-    # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
-    normalizer: str = "sum"
-    p: float = 1.0  # the p of p_norm (Eq. 43)
-    scale: float = 1.0  # alpha (Eq. 29), the sum of the weights of a row
-    bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
-    bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
-    # d_a: how many dimensions of k* are learned; the others are zero (Table 13)
-    bias_dims: int | None = None
-    # v* of bias='k' (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
-    fixed_value: str = "zero"
-    fixed_value_norm: float = 1.0  # m
-    window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
-    prefix: int = 1  # p: every query also sees the first p keys (Section 6)
-    logit_bias: float = 0.0  # b in sigmoid(s + b); Ramapuram et al. (2024) use -log C
-    # one more logit, which has no key and value: zero (softmax plus one), learned (one per head)
-    sink_logit: str = "none"
-    # A = A_1 - lambda A_2: two maps, from the even and the odd dimensions (Ye et al. 2024)
-    differential: bool = False
-
-    def __post_init__(self) -> None:
-        for name, allowed in OPERATION_CHOICES.items():
-            choice(name, getattr(self, name), allowed)
-        real("p", self.p, "positive and finite", more=True)
-        real("scale", self.scale, "positive and finite", more=True)
-        checks.fields(self, logit_bias=-torch.inf)
-        for name, other, values in NEEDS:
-            value = getattr(self, name)
-            default = getattr(AttentionSpec, name)
-            if value != default and getattr(self, other) not in values:
-                wanted = " or ".join(map(repr, values))
-                raise ValueError(f"{name}={value!r} needs {other} to be {wanted}")
-        has_sink_logit = self.sink_logit != "none"
-        if has_sink_logit and self.differential:
-            raise ValueError("sink_logit and differential cannot be combined")
-        plain = self.is_softmax and self.bias == "none"
-        if (has_sink_logit or self.differential) and not plain:
-            raise ValueError(
-                "sink_logit and differential each need a plain softmax: similarity='exp', "
-                "normalizer='sum', bias='none'"
-            )
-        if self.signed and self.normalizer not in ("none", "max_abs_sum"):
-            raise ValueError(
-                "similarity='linear' can be negative with this kernel and its sum zero: "
-                "normalizer must be 'none' or 'max_abs_sum'"
-            )
-        if self.similarity == "softpick" and self.normalizer != "sum":
-            raise ValueError("similarity='softpick' needs normalizer='sum'")
-        if self.bias == "v" and self.similarity == "linear":
-            raise ValueError("bias='v' needs rows of weights, which similarity='linear' has not")
-
-    @property
-    def is_softmax(self) -> bool:
-        """Whether the weights are a softmax, up to their scale."""
-        return self.similarity == "exp" and self.normalizer == "sum"
-
-    @property
-    def has_key_bias(self) -> bool:
-        """Whether a key k* stands before the sequence's own keys. Sink_* measures its weight."""
-        return self.bias in ("k", "kv")
-
-    @property
-    def has_star(self) -> bool:
-        """Whether column 0 of the weights belongs to k* or to a sink logit instead of a token."""
-        return self.has_key_bias or self.sink_logit != "none"
-
-    def f(self, logits: Tensor) -> Tensor:
-        """The similarity f of the logits, to which the logit bias is added first."""
-        return SIMILARITIES[self.similarity](logits + self.logit_bias)
-
-    @property
-    def hidden_is_zero(self) -> bool:
-        """Whether a hidden key gets the logit 0, because f(0) = 0, instead of -inf."""
-        return self.similarity in ("linear", "relu", "softpick")
-
-    @property
-    def signed(self) -> bool:
-        """Whether similarities can be negative."""
-        return self.similarity == "linear" and self.kernel in ("identity", "mlp")
-
-
-SOFTMAX = AttentionSpec()
 
 
 class Extras(NamedTuple):
@@ -190,49 +70,94 @@ class Extras(NamedTuple):
     mix: Tensor | None = None  # lambda of differential attention, a scalar
 
 
-def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
-    """The mask M of Eq. 4: whether the query at `row` sees the key at `column`, elementwise.
-
-    row and column are positions, counted from 0. A query sees the keys up to its own position; with
-    a window it sees only the last w of these. Without a window it also sees the first p keys of the
-    sequence (Section 6).
-    """
-    causal = row >= column
-    if spec.window is None:
-        return causal | (column < spec.prefix)
-    return causal & (row - column < spec.window)
+def similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
+    """The similarity f of the logits, to which the logit bias is added first."""
+    return SIMILARITIES[spec.similarity](logits + spec.logit_bias)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention by the formulas at the top of `model/attention.py`, with O(T^2) memory.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec = SOFTMAX,
+    *,
+    documents: Tensor | None = None,
+    first_keys: int = 0,
+    start: int | None = None,
+    logit_scale: float | None = None,
+    return_lse: bool = False,
+    lse_base: str = "e",
+    **extras: Any,
+) -> tuple[Tensor, ...]:
+    """Attention by the formulas at the top of `model/attention.py`, with O(T S) memory.
 
-    q, k, v: (B, H, T, D), after rotary. extras: the fields of `Extras` that the operation needs.
-    Returns out (B, H, T, D) and weights (B, H, T, S) in the dtype of v. S is T, or 1 + T where
-    column 0 belongs to k* or to a sink logit. All weights of a query are zero where it sees no key
-    or its similarities sum to zero. Raises ValueError for wrong shapes.
+    q: (B, H, T, D), after rotary. k: (B, G, S, D) and v: (B, G, S, E), where H is a multiple of G:
+        the query heads 0..H/G-1 share the first key head, as in grouped-query attention.
+    documents: (S,) or (B, S) integers, the document that each key belongs to, for packed texts. A
+        query sees its own document alone. Equal numbers have to stand together.
+    first_keys: how many first keys a window never hides, of each document if there are several.
+    start: the 0-based position of the first query among the keys; None: S - T, so that the last
+        query stands at the last key. With start >= S every key comes before every query, as in the
+        first part of a context that is split.
+    logit_scale: the factor of <q_i, k_j>; None: 1 / sqrt(D).
+    return_lse: also return log sum_j exp(s_ij), with the sink logit or k* among the keys, for a
+        softmax. lse_base: "e", or "2" for the logarithm to that base.
+    extras: the fields of `Extras` that the operation needs.
+
+    Returns out (B, H, T, E) and weights (B, H, T, S) in the dtype of v, and the log-sum-exp (B, H,
+    T) in float32 or float64. If k* or a sink logit exists, the weights have 1 + S columns, of which
+    it has the first. All weights of a query are zero, and its log-sum-exp is -inf, where it sees no
+    key; the weights are also zero where the similarities sum to zero.
+    Raises ValueError for wrong shapes, and for a log-sum-exp of what is no softmax.
     """
     learned = Extras(**extras)
-    check_inputs(q, k, v, spec, learned)
+    k, v = one_key_per_query_head(q, k, v)
+    start = check_start(q, k, start)
+    check_extras(q, v, spec, learned, max(k.shape[2], start + q.shape[2]))
+    seen = seen_keys(q, k, spec, start, first_keys, documents)
+    choice("lse_base", lse_base, ("e", "2"))
+    require(
+        not return_lse or (spec.is_softmax and not spec.differential),
+        "return_lse needs a softmax: similarity='exp', normalizer='sum', not differential",
+    )
+    if spec.sink_logit != "none" or logit_scale is not None:
+        # A sink in float32, or a scale, must not be rounded beside queries in bfloat16.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q = q.to(wide)
+        k = k.to(wide)
+    if logit_scale is not None:
+        real("logit_scale", logit_scale, "positive and finite", more=True)
+        require(spec.kernel == "identity", "logit_scale needs kernel='identity'")
+        q = q * (logit_scale * q.shape[-1] ** 0.5)  # the logits are divided by sqrt(D)
     if learned.mix is not None:
         # Ye et al. 2024: A = A_1 - lambda A_2. Both maps use the same values and the same position
         # term. A bias or a sink logit cannot occur here: `AttentionSpec` refuses them.
-        softmax = replace(spec, differential=False)
-        even, odd = halves(q)
-        out, weights = attend(even, k, v, softmax, distance_bias=learned.distance_bias)
-        out_2, weights_2 = attend(odd, k, v, softmax, distance_bias=learned.distance_bias)
+        g = learned.distance_bias
+        out, weights, _ = _attend(halves(q)[0], k, v, spec, g, seen, start)
+        out_2, weights_2, _ = _attend(halves(q)[1], k, v, spec, g, seen, start)
         mix = learned.mix.to(v.dtype)
         return out - mix * out_2, weights - mix * weights_2
     q, k, v = prepared(q, k, v, spec, learned)
-    out, weights = _out_and_weights(q, k, v, spec, learned.distance_bias)
-    return finished(out, spec, learned), weights
+    out, weights, logits = _attend(q, k, v, spec, learned.distance_bias, seen, start)
+    out = finished(out, spec, learned)
+    if not return_lse:
+        return out, weights
+    blind = ~logits.isfinite().any(dim=-1)  # queries that see no key
+    lse = logits.masked_fill(blind[..., None], 0).logsumexp(dim=-1)
+    lse = lse.masked_fill(blind, -torch.inf)
+    return out, weights, lse if lse_base == "e" else lse / math.log(2)
 
 
-def _out_and_weights(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The output and the weights. phi has been applied, and k* is the first key if there is one.
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    seen: Tensor,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, weights and logits. phi has been applied, and k* is the first key if there is one.
 
     They are computed in float32 at least: bfloat16 rounds a logit near 100 to a multiple of 0.5.
     """
@@ -240,12 +165,12 @@ def _out_and_weights(
     with torch.autocast(q.device.type, enabled=False):
         q = q.to(wide)
         k = k.to(wide)
-        added, hidden = added_to_logits(q, k, spec, distance_bias)
+        added, hidden = added_to_logits(q, k, spec, distance_bias, seen, start)
         products = q @ k.mT * q.shape[-1] ** -0.5  # <q_i, k_j> / sqrt(D), (B, H, T, S)
         logits = products + added  # s_ij
         weights = normalise(logits, ~hidden, spec)
         out = weights @ v.to(weights.dtype)
-    return out.to(v.dtype), weights.to(v.dtype)
+    return out.to(v.dtype), weights.to(v.dtype), logits
 
 
 def prepared(
@@ -288,25 +213,34 @@ def finished(out: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
 
 
 def added_to_logits(
-    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    seen: Tensor | None = None,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The term that is added to the logits, (1 or H, T, S), and the hidden keys' mask, (T, S).
 
     The term is g, and -inf at hidden keys. Where f(0) = 0, the caller gives these the logit 0.
+    seen, start: the keys that each query sees, without k*, and the position of the first query;
+    None: as many keys as queries, and the mask of the spec.
     """
     length = q.shape[2]
-    star = k.shape[2] - length  # 1 where there is k*
     positions = torch.arange(length, device=q.device)
-    seen = visible(positions[:, None], positions, spec)
+    if seen is None:
+        seen = visible(positions[:, None], positions, spec)
+    keys = seen.shape[-1]
+    star = k.shape[2] - keys  # 1 where there is k*
     hidden = F.pad(~seen, (star, 0))  # every query sees k*
     added = q.new_zeros(1, length, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals, so each row is a window of one line of values. The
         # backward pass of windows is a sum; that of an index would be a scatter.
-        distances = torch.arange(1 - length, length, device=q.device)
+        distances = torch.arange(start - keys + 1, start + length, device=q.device)
         # Keys after the query are hidden. Any value will do for them; they get that of distance 0.
-        line = distance_bias[:, distances.clamp(min=0)]  # (1 or H, 2 T - 1)
-        rows = line.unfold(-1, length, 1).flip(-1)  # (1 or H, T, T)
+        line = distance_bias[:, distances.clamp(min=0)]  # (1 or H, S + T - 1)
+        rows = line.unfold(-1, keys, 1).flip(-1)  # (1 or H, T, S)
         added = added + F.pad(rows, (star, 0))  # k* has no position
     if not spec.hidden_is_zero:
         added = added.masked_fill(hidden, -torch.inf)
@@ -358,9 +292,9 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None
     logits: (..., R, S), at hidden keys -inf, or 0 where f(0) = 0.
     """
     if spec.normalizer in ("none", "length"):
-        return spec.f(logits), None
+        return similarity(logits, spec), None
     if spec.similarity not in LOGARITHMS:
-        sim = spec.f(logits)
+        sim = similarity(logits, spec)
         if spec.normalizer == "p_norm":
             peak = sim.amax(-1, keepdim=True).detach()
             sim = divide(sim, peak)
@@ -415,7 +349,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
         q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
-    _, heads, length, head_dim = q.shape
+    check_extras(q, v, spec, extras, q.shape[2])
+
+
+def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, length: int) -> None:
+    """The same of the inputs beside q, k and v. length: one more than the largest distance."""
+    _, heads, _, head_dim = q.shape
     if spec.differential and head_dim % 2 > 0:
         raise ValueError("differential attention needs an even head dimension (D of q)")
     if (spec.kernel == "mlp") != (extras.mlp is not None):
@@ -423,7 +362,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
     has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     sizes = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
-        "value_bias": (heads, head_dim) if has_value else None,
+        "value_bias": (heads, v.shape[3]) if has_value else None,
         "sink_logit": (heads,) if spec.sink_logit == "learned" else None,
         "mix": () if spec.differential else None,
     }

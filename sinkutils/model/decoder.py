@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils import checks
-from sinkutils.checks import choice, short
+from sinkutils.checks import short
 from sinkutils.model import attention, fast
-from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
-from sinkutils.model.norms import NORMS, RMSNorm
+from sinkutils.model.attention import Map
+from sinkutils.model.config import AttentionSpec, LMConfig
 
+GATE_RANK = 16  # of the gate of `GatedNorm`
 VALUE_VARIANCE = 2 / 5  # the variance of an element of v before training, if its input is normed
 Tables = dict[str, Tensor]  # the tables of a position term, by name: see `position_tables`
 
@@ -44,92 +43,47 @@ FFNS: dict[str, Map] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
 }
-MODEL_CHOICES = {
-    "position": attention.POSITIONS,
-    "norm": ("pre", "post", "sandwich"),
-    "ffn": tuple(FFNS),
-    "head_merge": ("concat", "add"),
-    "gate": ("none", "head", "element"),
-    "normalization": tuple(NORMS),
-}
 
 
-@dataclass(frozen=True)
-class LMConfig:
-    """The description of a language model.
+class RMSNorm(nn.RMSNorm):
+    """The LN of Section 3.1: h / RMS(h) * g. The gain g is cast to the precision of h."""
 
-    Raises ValueError, which names a field, for shapes that do not fit together.
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.weight.to(x.dtype)
+        return F.rms_norm(x, gain.shape, gain, eps=1e-5)
+
+
+class DyT(nn.Module):
+    """DynamicTanh, tanh(alpha h) * g, which replaces a norm (Zhu et al. 2025)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bounded = torch.tanh(self.alpha.to(x.dtype) * x)
+        return bounded * self.weight.to(x.dtype)
+
+
+class GatedNorm(RMSNorm):
+    """y * sigmoid(W_up silu(W_down y)), where y = RMSNorm(h) and W_up W_down has rank 16.
+
+    Qiu et al. (2026) proposed it.
     """
 
-    vocab_size: int = 1024
-    context_length: int = 64  # C, the longest sequence the model accepts
-    num_layers: int = 4  # L
-    num_heads: int = 4  # H
-    hidden_size: int = 64  # d
-    intermediate_size: int = 128  # width of the FFN
-    # rotary, nope, absolute, learnable, relative, relative_learned, alibi (Appendix A)
-    position: str = "rotary"
-    # pre (Eq. 2), post (Eq. 3), or sandwich: as pre, with a norm of each sublayer's output as well
-    norm: str = "pre"
-    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
-    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
-    sink_token: bool = False  # a learnable x* before every sequence (Table 4)
-    attention: AttentionSpec = SOFTMAX
-    # The variants below come from later papers (data/paper/after_paper.csv).
-    # none; head, element: sigmoid(W x_i) multiplies each head's output, or its elements, before W_O
-    gate: str = "none"
-    qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
-    # v_j is multiplied by r / (r + c): r = |v_j|^2, and each head learns its c (Chen and Yao 2026)
-    value_scale: bool = False
-    # rms; dyt: tanh(alpha h) * g replaces it, and the embeddings have a learned scale;
-    # gated: rms multiplied by a gate
-    normalization: str = "rms"
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.down = nn.Linear(size, GATE_RANK, bias=False)
+        self.up = nn.Linear(GATE_RANK, size, bias=False)
 
-    def __post_init__(self) -> None:
-        for name, allowed in MODEL_CHOICES.items():
-            choice(name, getattr(self, name), allowed)
-        checks.fields(self)
-        spec = self.attention
-        if self.hidden_size % self.num_heads > 0:
-            raise ValueError(
-                f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
-            )
-        # The number of equal parts into which the dimensions of a head are cut.
-        parts = 1
-        if self.position == "rotary":  # it pairs the two halves
-            parts *= 2
-        if spec.differential:  # each half has an attention map of its own
-            parts *= 2
-        if self.head_dim % parts > 0:
-            raise ValueError(
-                f"the head dimension must be a multiple of {parts} with "
-                f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
-            )
-        if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
-            # With k* as well, Sink_* would have two places. A window would hide x* from most
-            # queries, and a prefix would count x* as its first token.
-            raise ValueError(
-                "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
-                "prefix"
-            )
-        if spec.prefix > self.context_length:
-            raise ValueError(
-                f"prefix must be at most context_length={self.context_length}, got {spec.prefix}"
-            )
-        if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
-            raise ValueError(
-                f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
-            )
-        if spec.prefix > 1 and self.position in attention.ADDED_TO_LOGITS:
-            raise ValueError(
-                f"position={self.position!r} has no bias for keys after the query, as a prefix "
-                "shows: use rotary, nope, absolute or learnable"
-            )
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        gate: Tensor = self.up(F.silu(self.down(y)))
+        return y * gate.sigmoid().to(y.dtype)
 
-    @property
-    def head_dim(self) -> int:
-        """d_h = d / H."""
-        return self.hidden_size // self.num_heads
+
+NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}
 
 
 def norm_layer(config: LMConfig) -> nn.Module:

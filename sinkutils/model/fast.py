@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils.model import attention
-from sinkutils.model.attention import AttentionSpec, Extras, divide
+from sinkutils.model.attention import Extras, divide
+from sinkutils.model.config import AttentionSpec
 
 # In half precision on a CPU, the dense form is faster than the fused kernel up to this many tokens.
 # The kernel takes four times as long at T = 64 and twice as long at T = 512.

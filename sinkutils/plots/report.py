@@ -25,8 +25,7 @@ from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import Report, norm_ratio
-from sinkutils.measuring.subject import adds_bos
-from sinkutils.measuring.tokenizer import bos_id, encode
+from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, json_in_html, printable
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from sinkutils import checks
 from sinkutils.checks import choice, require
-from sinkutils.model.decoder import LMConfig
+from sinkutils.model.config import LMConfig
 from sinkutils.study.corpus import public_name
 from sinkutils.study.packing import DataConfig
 

@@ -6,7 +6,6 @@ cache. The folder is written as a whole or not at all, and its digest is checked
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import lzma
@@ -14,7 +13,6 @@ import os
 import platform
 import re
 import tarfile
-import tempfile
 import warnings
 from bisect import bisect
 from collections.abc import Iterable, Iterator
@@ -27,6 +25,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from sinkutils.checks import choice, first_line, integer, require
+from sinkutils.measuring.texts import local_files
 from sinkutils.measuring.tokenizer import (
     SMALLEST_VOCABULARY,
     load_tokenizer,
@@ -34,6 +33,7 @@ from sinkutils.measuring.tokenizer import (
     special_ids,
     train_tokenizer,
 )
+from sinkutils.paths import cache_root, written_whole
 from sinkutils.study import embedded, external
 from sinkutils.study.embedded import split_fraction, text_digest
 
@@ -184,7 +184,7 @@ def load_corpus(
                 f"token cache of corpus {name!r} is damaged and is built again: {error}",
                 stacklevel=2,
             )
-    with written_whole(folder) as new:
+    with written_whole(folder, "token files", _is_whole) as new:
         if name.startswith("packed:"):
             unpack(Path(name.removeprefix("packed:")), new)
         else:
@@ -210,7 +210,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     if kind in ("path", "packed") and rest:
         files = [Path(rest)]
         if kind == "path":
-            files = external.local_files(Path(rest))
+            files = local_files(Path(rest))
         version = []
         for file in files:
             stat = file.stat()
@@ -268,7 +268,9 @@ def _tokenise(
     # Two corpora have one fingerprint if they have the same tokenizer and the same documents.
     fingerprint = hashlib.sha256(serialised)
     written = dict.fromkeys(SPLITS, 0)
-    with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
+    with tqdm(
+        desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False, disable=None
+    ) as bar:
         for text, ids in _encode(tokenizer, chain(sample, texts)):
             split = split_of(text)
             size = len(ids) + 1
@@ -336,47 +338,6 @@ def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
     # split without documents, and says so.
     ranked = [*ranked, 1.0, 1.0, 1.0]
     return ranked[count], ranked[2 * count]
-
-
-def cache_root() -> Path:
-    """The cache folder: $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    own = os.environ.get("SINKUTILS_CACHE")
-    return Path(own) if own else Path(user_cache, "sinkutils")
-
-
-@contextlib.contextmanager
-def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
-    """A context manager that writes a folder as a whole or not at all.
-
-    The body of the `with` statement fills a temporary folder, which is renamed to `folder` if the
-    body ends without an error. When several processes build the same folder at the same time, each
-    fills its own, and the first to finish wins. A damaged folder of that name is replaced. Raises
-    OSError with advice if there is no room or no permission.
-    """
-    root = folder.parent
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=".build-", dir=root, ignore_cleanup_errors=True
-        ) as scratch:
-            new = Path(scratch, "whole")
-            new.mkdir()
-            yield new
-            if os.path.lexists(folder) and not _is_whole(folder):
-                folder.rename(Path(scratch, "damaged"))
-            if not folder.exists():
-                new.rename(folder)
-    except OSError as error:
-        if error.errno is None:  # our own error, such as that the hub cannot be reached
-            raise
-        # The error may concern the cache or a file of text. In the second case it names the file.
-        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        raise OSError(
-            error.errno,
-            f"no {what} were written below {root} ({reason}): where that folder is the reason, "
-            "make room there or set SINKUTILS_CACHE",
-        ) from error
 
 
 def _is_whole(folder: Path) -> bool:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sinkutils.checks import first_line
+from sinkutils.measuring.texts import PIECE, PIECE_CHARACTERS, texts_of
 from sinkutils.paths import LEDGER, read_yaml
 
 TEXT_FIELDS = ("text", "content")
-SUFFIXES = (".txt", ".md", ".jsonl")
-PIECE_CHARACTERS = 2_000  # the largest size of the documents into which a text file is cut
-# The pattern of one such document. It is the rest of the text if that fits. Otherwise it ends at
-# the last empty line, else at the last line end, else at the last space that fits, else at the
-# limit.
-PIECE = re.compile(
-    r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
-)
-
 # The original Pile is no longer distributed. We assume that this copy is the paper's data: it lacks
 # the copyrighted sets, which leaves the 17 domains that the paper names.
 PILE = "monology/pile-uncopyrighted"
@@ -88,19 +77,6 @@ def pile(domain: str = "") -> Iterator[str]:
             yield text
 
 
-def read_texts(path: str | Path) -> list[str]:
-    """The texts of a file, or of all files in a folder, for `probe(texts=..)`.
-
-    Files are .txt, .md or .jsonl. Each line of a .jsonl file is one text, and each other file is
-    one. Raises FileNotFoundError if there is no such file, and ValueError for a file that is not
-    text; the message says where.
-    """
-    texts: list[str] = []
-    for file in local_files(Path(os.path.expanduser(path))):
-        texts += _texts_of(file)
-    return texts
-
-
 def local(files: list[Path]) -> Iterator[str]:
     """The documents of .txt, .md and .jsonl files, in their order.
 
@@ -109,53 +85,8 @@ def local(files: list[Path]) -> Iterator[str]:
     document, so that one novel would otherwise have no text for two of the three splits.
     """
     for file in files:
-        for text in _texts_of(file):
+        for text in texts_of(file):
             if file.suffix.lower() == ".jsonl" or len(text) <= PIECE_CHARACTERS:
                 yield text
             else:
                 yield from map(str.strip, PIECE.findall(text))
-
-
-def _texts_of(file: Path) -> Iterator[str]:
-    """The text of a file, or the texts in the lines of a .jsonl file."""
-    if file.suffix.lower() != ".jsonl":
-        # A file that was saved on Windows gets the same tokens.
-        yield _decoded(file.read_bytes(), str(file)).replace("\r\n", "\n")
-        return
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _decoded(line, f"{file}, line {number},")
-        try:
-            text = json.loads(row)["text"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(
-                f'{file}, line {number}: expected a JSON object with a string under "text"'
-            )
-        yield text
-
-
-def _decoded(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
-
-
-def local_files(path: Path) -> list[Path]:
-    """The .txt, .md and .jsonl files in a folder and its subfolders, sorted; or `path`, if a file.
-
-    Raises FileNotFoundError if there are none.
-    """
-    files = []
-    for file in (path, *sorted(path.rglob("*"))):
-        if file.suffix.lower() in SUFFIXES and file.is_file():
-            files.append(file)
-    if not files:
-        raise FileNotFoundError(
-            f"path:{path}: no such folder or file of text, whose name ends with one of "
-            f"{', '.join(SUFFIXES)}"
-        )
-    return files

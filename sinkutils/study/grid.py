@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Any
 
 from sinkutils.checks import choice
-from sinkutils.model.decoder import LMConfig
+from sinkutils.model.config import LMConfig
 from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
 from sinkutils.study.config import (
     FinetuneConfig,

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
+from sinkutils.measuring.texts import docstring_matches
 from sinkutils.measuring.tokenizer import encode
 from sinkutils.study import embedded, external
 from sinkutils.study.packing import Batches
@@ -118,7 +119,7 @@ def conversations_of(source: str) -> Iterator[Conversation]:
     but the last ends with a colon.
     """
     headers = list(HEADER.finditer(source))
-    for match in embedded.docstring_matches(source):
+    for match in docstring_matches(source):
         place = bisect(headers, match.start(), key=re.Match.start)
         before = headers[:place]
         text = inspect.cleandoc(match.group()[3:-3])

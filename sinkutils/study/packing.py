@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sinkutils import checks
 from sinkutils.checks import require
+from sinkutils.measuring.probes import fix_position
 from sinkutils.study.corpus import Corpus
 
 CPU = torch.device("cpu")
@@ -146,12 +147,3 @@ class Chunks(Batches):
             places = self.places[rows]  # (n,), from 0
             return ids.scatter_(1, places[:, None], self.fix_id)
         return fix_position(ids, data.fixed_position, self.fix_id)
-
-
-def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
-    """`ids` (n, T) with x_fix at a 1-based position; unchanged if that is None or beyond T."""
-    if position is None or position > ids.shape[1]:
-        return ids
-    ids = ids.clone()
-    ids[:, position - 1].fill_(fix_id)
-    return ids

@@ -24,7 +24,6 @@ from sinkutils.study.corpus import Identity, public_name
 from sinkutils.study.grid import EXPERIMENTS, PRESETS, config, find_preset, plan, resolve
 from sinkutils.study.record import (
     FILES,
-    SUMS,
     CorruptRecord,
     Folder,
     Record,
@@ -177,18 +176,6 @@ class Runs:
         apart = f"{run.preset}@{slug}-{digest}"
         target = record_folder(apart, run.experiment, run.seed, self.folder)
         return RunFolder(run, corpus, target)
-
-    def named(self, name: str | Path) -> Path | None:
-        """The folder of a record, or None if there is no record.
-
-        name: the folder itself, or preset/experiment/seed.
-        """
-        folder = Path(name)
-        if not folder.is_dir():
-            folder = self.folder / name
-        # A damaged record may have lost one of these files. Reading it gives a clear message then.
-        names = (SUMS, "provenance.json")
-        return folder if any((folder / name).exists() for name in names) else None
 
     def missing(
         self,

@@ -20,6 +20,7 @@ import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.measuring import surgery
+from sinkutils.measuring.probes import BOS, TEXT, Subject
 from sinkutils.measuring.real import (
     REAL_MODELS,
     ModelUnavailable,
@@ -28,7 +29,7 @@ from sinkutils.measuring.real import (
     install,
     model_folder,
 )
-from sinkutils.measuring.subject import BOS, TEXT, Subject, subject
+from sinkutils.names import subject
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))

@@ -24,8 +24,8 @@ from torch.testing import assert_close
 from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.measuring.probes import PROBES, probe
 from sinkutils.model import fast
-from sinkutils.model.attention import OPERATION_CHOICES, AttentionSpec, attend
-from sinkutils.model.decoder import MODEL_CHOICES
+from sinkutils.model.attention import attend
+from sinkutils.model.config import MODEL_CHOICES, OPERATION_CHOICES, AttentionSpec
 from sinkutils.study import corpus as corpora
 from sinkutils.study import external
 from sinkutils.study.config import (

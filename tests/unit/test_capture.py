@@ -12,7 +12,7 @@ from helpers import WRONG, refused, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
 from torch.testing import assert_close
 
-from sinkutils.measuring import fused, passes
+from sinkutils.measuring import passes
 from sinkutils.measuring.families import attention_layers
 from sinkutils.measuring.measure import measure
 
@@ -166,11 +166,11 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, where, monkeypatch)
 def test_a_kernel_that_is_not_there_is_not_used_and_a_full_memory_is_said(error, monkeypatch):
     model, ids = build("llama"), tokens()
     expected = eager_alpha(model, ids, TARGETS)
-    monkeypatch.setattr(fused, "fused", Mock(side_effect=error("no such op")))
+    monkeypatch.setattr(passes, "fused", Mock(side_effect=error("no such op")))
     report = measure(model, ids, TARGETS)
     assert report.path == "exact"
     assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
-    monkeypatch.setattr(fused, "fused", Mock(side_effect=torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(passes, "fused", Mock(side_effect=torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         measure(model, ids, TARGETS)
 
@@ -178,13 +178,13 @@ def test_a_kernel_that_is_not_there_is_not_used_and_a_full_memory_is_said(error,
 def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch):
     model, ids, mask = build("mistral"), tokens(), torch.ones(3, T, dtype=torch.long)
     mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
-    right = fused.fused
+    right = passes.fused
 
     def wrong(q, k, v, mask=None, **kwargs):
         out, lse = right(q, k, v, mask=mask, **kwargs)
         return out, lse + (mask is not None)
 
-    monkeypatch.setattr(fused, "fused", wrong)
+    monkeypatch.setattr(passes, "fused", wrong)
     report = measure(model, ids, TARGETS, attention_mask=mask)
     assert_close(report.alpha[1:], eager_alpha(model, ids[1:], TARGETS), atol=1e-6, rtol=1e-5)
     assert report.path == "exact" and report.windows == (7, 7)
@@ -193,7 +193,7 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch)
 def test_a_window_longer_than_a_block_of_queries_has_the_same_numbers(monkeypatch):
     model, ids = build("mistral"), tokens()
     expected = measure(model, ids, TARGETS)
-    monkeypatch.setattr(fused, "ROWS", 5)
+    monkeypatch.setattr(passes, "ROWS", 5)
     report = measure(model, ids, TARGETS)
     close(report.alpha, expected.alpha)
     close(report.hidden_norms, expected.hidden_norms)

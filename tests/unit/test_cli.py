@@ -25,6 +25,7 @@ from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.tokenizer import special_ids
+from sinkutils.names import record_named
 from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural
 from sinkutils.study.packing import fix_position
@@ -118,7 +119,7 @@ def test_the_record_that_help_names_is_there(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         (name,) = re.findall(r"\w+/\w+/\d", capsys.readouterr().out)
-        assert Runs().named(name)
+        assert record_named(name)
 
 
 @pytest.mark.parametrize("command", ["list", "claims"])
@@ -165,7 +166,7 @@ def test_a_report_measures_both_models_on_texts_as_their_tokenizers_make_them(
     words = word_tokenizer(40)
     words.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>")
-    monkeypatch.setattr("sinkutils.measuring.load.load_lm", lambda *_: (build("llama"), tokenizer))
+    monkeypatch.setattr("sinkutils.names.load_lm", lambda *_: (build("llama"), tokenizer))
     (tmp_path / "book.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 " * 20)
     page = tmp_path / "x.html"
     said(capsys, *f"report a --beside b --text {tmp_path}/book.txt -T 8 -n 4 -o {page}".split())
@@ -176,7 +177,7 @@ def test_a_report_measures_both_models_on_texts_as_their_tokenizers_make_them(
 def test_models_are_not_compared_on_text_where_one_has_no_tokenizer(capsys, tmp_path, monkeypatch):
     model = build("llama")
     loaded = (model, WithoutTokenizer(model))
-    monkeypatch.setattr("sinkutils.measuring.load.load_lm", lambda *_: loaded)
+    monkeypatch.setattr("sinkutils.names.load_lm", lambda *_: loaded)
     assert main(["report", "a", "--beside", "b", "-o", str(tmp_path / "x.html")]) == WRONG
     assert "--beside compares models on text, and a has no tokenizer" in capsys.readouterr().err
 

@@ -18,8 +18,10 @@ from unittest.mock import Mock
 import datasets
 import numpy as np
 import pytest
+import torch
 from helpers import refused, refuses
 
+from sinkutils.measuring import texts
 from sinkutils.measuring.probes import probe
 from sinkutils.measuring.tokenizer import train_tokenizer
 from sinkutils.study import corpus as corpora
@@ -394,7 +396,7 @@ def test_the_fast_scan_finds_what_the_parser_finds():
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = file.read_text(encoding="utf-8", errors="replace")
-        scanned |= set(embedded.docstrings_of(source))
+        scanned |= set(texts.docstrings_of(source))
         found = (ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, nodes))
         parsed |= {text for text in found if text and text.strip()}
     # in characters: escapes differ, one-quote docstrings are left out
@@ -416,12 +418,12 @@ class A:  # a remark
         """this"""]
     def g(self): """on one line"""
 '''
-    assert embedded.docstrings_of(source) == [
+    assert texts.docstrings_of(source) == [
         "Module 'docstring' with \"quotes\".",
         'Class """docstring""".',
         "Function \\d.",
     ]
-    code = "import sys; from sinkutils.study import embedded; assert embedded.docstrings_of(sys.stdin.read()) == []"
+    code = "import sys; from sinkutils.measuring import texts; assert texts.docstrings_of(sys.stdin.read()) == []"
     source = '"""' + 'a "b" \\ c' * 20_000
     # Exponential backtracking would not end.
     subprocess.run([sys.executable, "-c", code], input=source, text=True, check=True, timeout=120)
@@ -433,7 +435,12 @@ class A:  # a remark
 )
 def test_the_embedded_text_has_the_hash_that_records_name():
     recorded = "59fb5378366255c9c4788a8479f6b51f0e5731a00128742a13b5c426ad53b361"  # another is another study
-    assert load_corpus("docstrings", 1024).fingerprint == recorded
+    corpus = load_corpus("docstrings", 1024)
+    assert corpus.fingerprint == recorded
+    held_out = [corpus.decode(document) for document in corpus.documents("probe")]
+    assert list(texts.held_out_documents()) == held_out
+    ids = probe("natural", corpus.tokenizer, 100, 64, seed=5)
+    assert torch.equal(ids, probe("natural", corpus.tokenizer, 100, 64, seed=5, corpus=corpus))
 
 
 def test_a_packed_corpus_opens_anywhere_and_a_damaged_one_is_refused(corpus, tmp_path, monkeypatch):
@@ -499,15 +506,15 @@ def test_a_text_that_cannot_be_read_is_named_and_not_the_cache(text_folder, tmp_
         denied = PermissionError(errno.EACCES, "Permission denied")
         patch.setattr(Path, "read_text", Mock(side_effect=denied))
         with pytest.raises(PermissionError):  # rather than another text
-            embedded.text_of(bad)
-    assert embedded.text_of(tmp_path / "nowhere.py") == ""
+            texts.text_of(bad)
+    assert texts.text_of(tmp_path / "nowhere.py") == ""
 
 
 def test_a_text_saved_on_windows_is_the_same_text_and_another_encoding_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
-    assert external.read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
+    assert texts.read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
     (tmp_path / "b.jsonl").write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
-    refuses("b.jsonl, line 1, is not UTF-8 text", external.read_texts, tmp_path / "b.jsonl")
+    refuses("b.jsonl, line 1, is not UTF-8 text", texts.read_texts, tmp_path / "b.jsonl")
     (tmp_path / "c.py").write_text("x = 1")
-    refuses(r"c\.py: no such .* file of text, whose name ends", external.read_texts, tmp_path / "c.py",
+    refuses(r"c\.py: no such .* file of text, whose name ends", texts.read_texts, tmp_path / "c.py",
             kind=FileNotFoundError)  # fmt: skip

@@ -11,7 +11,7 @@ from helpers import draw, name_of, refuses
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkutils.measuring import fused
+from sinkutils.measuring import passes
 from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 
@@ -127,10 +127,10 @@ def test_which_kernel_serves_where():
         (("cuda", single, 64, True), efficient),
         (("cpu", double, 64, True), "_scaled_dot_product_flash_attention_for_cpu"),
     ):
-        assert fused.kernel_for(*asked) == expected
+        assert passes.kernel_for(*asked) == expected
         assert hasattr(torch.ops.aten, expected)
     for asked in (("cuda", double, 64, False), ("mps", single, 64, False)):
-        refuses("no fused kernel", fused.kernel_for, *asked, kind=RuntimeError)
+        refuses("no fused kernel", passes.kernel_for, *asked, kind=RuntimeError)
 
 
 @pytest.mark.parametrize(

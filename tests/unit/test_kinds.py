@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.families import repeat_heads
-from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
+from sinkutils.names import load_lm
 
 T, TARGETS = 24, (1, 2, 5)
 close = {"atol": 1e-5, "rtol": 1e-4}

@@ -9,7 +9,7 @@ from helpers import refuses
 from small_models import build, state_of, tokens
 
 from sinkutils import measure
-from sinkutils.measuring.state import ONE_AT_A_TIME
+from sinkutils.measuring.tally import ONE_AT_A_TIME
 
 
 def interrupt_at(line: int, work) -> bool:

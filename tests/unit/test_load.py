@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +19,8 @@ from tokenizers import processors
 from sinkutils import LMConfig, TransformerLM, measure, paths, probe
 from sinkutils import __main__ as cli
 from sinkutils.measuring import load
-from sinkutils.measuring.load import ModelUnavailable, load_lm
+from sinkutils.measuring.load import ModelUnavailable
+from sinkutils.names import load_lm
 from sinkutils.study.config import RunConfig
 from sinkutils.study.record import write_record
 
@@ -324,3 +327,27 @@ def test_an_adapter_says_which_package_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "adapter_config.json").write_text("{}")
     refuses("adapter of another model: pip install peft", load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize("name", ["SHA256SUMS", "provenance.json", "metrics.json"])
+def test_a_models_folder_may_have_a_file_that_records_have(tmp_path, name):
+    saved(tmp_path)
+    for file in {name, "SHA256SUMS", "provenance.json"}:
+        (tmp_path / file).write_text("{}")
+    model, _ = load_lm(tmp_path)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.slow
+def test_loading_a_model_and_measuring_it_opens_nothing_of_the_study(tmp_path):
+    saved(tmp_path / "model")
+    code = (
+        "import sys, sinkutils as su\n"
+        f"model, tokenizer = su.load_lm({str(tmp_path / 'model')!r})\n"
+        "su.measure(model, su.probe('natural', tokenizer, n=2, length=8))\n"
+        "study = [m for m in sys.modules if m.startswith(('sinkutils.study', 'sinkutils.ledger'))]\n"
+        "assert not study, study\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(paths.ROOT), "SINKUTILS_CACHE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

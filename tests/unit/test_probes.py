@@ -11,8 +11,9 @@ from helpers import refused, refuses, word_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
-from sinkutils.measuring.probes import PROBES, probe
-from sinkutils.measuring.subject import Subject
+from sinkutils.measuring import texts
+from sinkutils.measuring.probes import PROBES, Subject
+from sinkutils.measuring.texts import read_texts
 from sinkutils.measuring.tokenizer import (
     bos_id,
     encode,
@@ -20,8 +21,8 @@ from sinkutils.measuring.tokenizer import (
     special_ids,
     train_tokenizer,
 )
+from sinkutils.names import probe
 from sinkutils.study import corpus
-from sinkutils.study.external import read_texts
 
 RAW = word_tokenizer(40)
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]
@@ -225,3 +226,18 @@ def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus
     refuses("of a table give one of the columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
     refuses("texts must be several strings, a document each, .* got 'a text'", ask, "a text")
     refuses("texts must be several strings, a document each, .* got 3", ask, 3)
+
+
+def test_a_natural_text_that_is_not_the_studys_is_said_with_its_packages(monkeypatch, tmp_path):
+    places = texts.PLACES.read_text().splitlines()
+    assert len(places) == 121
+    (tmp_path / "m.py").write_text('"""One."""\n\ndef f():\n    """Two."""\n')
+    rows = [f"python,m.py,1,{texts.digest('Two.')}", f"python,m.py,0,{texts.digest('Other.')}"]
+    rows.append(f"a-package-that-is-not-there,m.py,0,{texts.digest('One.')}")
+    (tmp_path / "places.csv").write_text("\n".join([places[0], *rows]))
+    monkeypatch.setattr(texts, "PLACES", tmp_path / "places.csv")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: tmp_path)
+    texts.held_out_documents.cache_clear()
+    with pytest.warns(UserWarning, match="text is another .*: a-package-that-is-not-there, python"):
+        assert texts.held_out_documents() == ("Two.", "One.\n\nTwo.", "")
+    texts.held_out_documents.cache_clear()

@@ -20,7 +20,8 @@ from helpers import DONE, END, interrupted, made_up, refused, refuses
 import sinkutils as su
 from sinkutils import config, paths
 from sinkutils.__main__ import main
-from sinkutils.measuring.load import ModelUnavailable, load_lm
+from sinkutils.measuring.load import ModelUnavailable
+from sinkutils.names import load_lm
 from sinkutils.paths import replace_file
 from sinkutils.study import record as records_module
 from sinkutils.study.config import config_dict, config_hash, upgrade

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import sinkutils
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.subject import Subject
+from sinkutils.measuring.probes import Subject
 from sinkutils.measuring.surgery import (
     edit,
     hide,

@@ -1,0 +1,29 @@
+"""Arrays of other frameworks as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkutils.checks import short
+
+
+def as_tensor(name: str, x: Any) -> Tensor:
+    """An array of NumPy, JAX or another framework as a tensor; a tensor as it is.
+
+    Raises ValueError, with the name, for what is no array of numbers.
+    """
+    if isinstance(x, Tensor):
+        return x
+    try:
+        if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
+            return torch.from_dlpack(x)
+        # A copy, because PyTorch cannot share memory that NumPy may only read.
+        return torch.from_numpy(np.array(x))
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be an array of numbers, got {type(x).__name__}: {short(x)}"
+        ) from error

@@ -1,0 +1,400 @@
+"""Known faults of attention kernels, each made out of the dense oracle.
+
+A fault takes an attention function and returns the faulty one, so that two faults can be combined.
+`sinkcheck` compares a kernel that is wrong with each of them, and so names what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sinkutils.model.attention import attend
+from sinkutils.model.config import AttentionSpec
+
+
+class Call(NamedTuple):
+    """One call of an attention function. H query heads share G key heads."""
+
+    q: Tensor  # (B, H, T, D)
+    k: Tensor  # (B, G, S, D)
+    v: Tensor  # (B, G, S, E)
+    scale: float  # the factor of <q_i, k_j>
+    causal: bool = True  # the last query stands at the last key
+    window: int | None = None  # a query sees itself and the window - 1 keys before it
+    first_keys: int = 0  # how many first keys a window never hides
+    sinks: Tensor | None = None  # (H,): one more logit per head, which has no value
+    sink_keys: Tensor | None = None  # (H, D): one more key per head, which every query sees
+    sink_values: Tensor | None = None  # (H, E): and its value
+    documents: Tensor | None = None  # (B, S): the document of each key
+    start: int | None = None  # only faults set it: where the first query stands
+
+
+# The inputs that have gradients
+DIFFERENTIABLE = ("q", "k", "v", "sinks", "sink_keys", "sink_values")
+
+Attention: TypeAlias = Callable[[Call], tuple[Tensor, Tensor]]  # -> output, log-sum-exp
+Fault: TypeAlias = Callable[[Attention], Attention]
+
+
+def oracle(call: Call) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, E) and natural log-sum-exp (B, H, T) by `su.attend`, in its inputs' dtype.
+
+    The log-sum-exp is that of all logits by which the weights are divided, the sink among them.
+    """
+    learned = {}
+    if call.sinks is not None:
+        learned["sink_logit"] = call.sinks
+    if call.sink_keys is not None:
+        learned["key_bias"] = call.sink_keys
+        learned["value_bias"] = call.sink_values
+    spec = AttentionSpec(
+        window=call.window,
+        sink_logit="learned" if call.sinks is not None else "none",
+        bias="kv" if call.sink_keys is not None else "none",
+    )
+    start = call.start if call.causal else call.k.shape[2]
+    out, _, lse = attend(
+        call.q,
+        call.k,
+        call.v,
+        spec,
+        documents=call.documents if call.causal else None,
+        first_keys=call.first_keys,
+        start=start,
+        logit_scale=call.scale,
+        return_lse=True,
+        **learned,
+    )
+    return out, lse
+
+
+# ---- how faults are made
+
+
+def given(change: Callable[[Call], Call]) -> Fault:
+    """The fault of an attention function that is called with something else."""
+    return lambda attention: lambda call: attention(change(call))
+
+
+def sinks(change: Callable[[Tensor, Call], Tensor]) -> Fault:
+    """The fault of an attention function that reads other sinks."""
+
+    def changed(call: Call) -> Call:
+        return call if call.sinks is None else call._replace(sinks=change(call.sinks, call))
+
+    return given(changed)
+
+
+def log_sum_exp(change: Callable[[Tensor, Call], Tensor]) -> Fault:
+    """The fault of an attention function that returns another log-sum-exp."""
+
+    def faulty(attention: Attention) -> Attention:
+        def function(call: Call) -> tuple[Tensor, Tensor]:
+            out, lse = attention(call)
+            return out, change(lse, call)
+
+        return function
+
+    return faulty
+
+
+def without(call: Call) -> Call:
+    """The call without its learned sink."""
+    return call._replace(sinks=None)
+
+
+def of_keys(call: Call, part: slice) -> Call:
+    """The call on some of the keys, with the queries where they were. A window is left out."""
+    S = call.k.shape[2]
+    at = call.start if call.start is not None else S - call.q.shape[2]
+    return call._replace(
+        k=call.k[:, :, part],
+        v=call.v[:, :, part],
+        start=max(0, at - (part.start or 0)),
+        documents=None,
+        window=None,
+        first_keys=0,
+    )
+
+
+# ---- faults that need more than other inputs
+
+
+def without_exponential(attention: Attention) -> Attention:
+    """The normaliser is sum exp(s_ij) + sink."""
+
+    def function(call: Call) -> tuple[Tensor, Tensor]:
+        if call.sinks is None:
+            return attention(call)
+        out, lse = attention(without(call))
+        total = lse.exp() + call.sinks[:, None]
+        return out * (lse.exp() / total)[..., None], total.abs().log()
+
+    return function
+
+
+def applied_twice(attention: Attention) -> Attention:
+    """The output is multiplied by the keys' share of the normaliser once more."""
+
+    def function(call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = attention(call)
+        if call.sinks is None:
+            return out, lse
+        share = torch.exp(attention(without(call))[1] - lse)
+        return out * share[..., None], lse
+
+    return function
+
+
+def with_the_first_value(attention: Attention) -> Attention:
+    """The sink brings along the value of the first key."""
+
+    def function(call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = attention(call)
+        if call.sinks is None:
+            return out, lse
+        share = torch.exp(call.sinks[:, None] - lse)
+        first = call.v[:, :, :1].repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)
+        return out + share[..., None] * first, lse
+
+    return function
+
+
+def dropped(first: bool) -> Fault:
+    """The sink counts for one half of the queries alone."""
+
+    def faulty(attention: Attention) -> Attention:
+        def function(call: Call) -> tuple[Tensor, Tensor]:
+            half = call.q.shape[2] // 2
+            kinds = [attention(call), attention(without(call))]
+            if first:
+                kinds.reverse()
+            (out, lse), (out_2, lse_2) = kinds
+            whole = torch.cat([out[:, :, :half], out_2[:, :, half:]], dim=2)
+            return whole, torch.cat([lse[:, :, :half], lse_2[:, :, half:]], dim=2)
+
+        return function
+
+    return faulty
+
+
+def merged(how: str) -> Fault:
+    """The context is cut in two, and the halves are merged in a wrong way."""
+
+    def faulty(attention: Attention) -> Attention:
+        def function(call: Call) -> tuple[Tensor, Tensor]:
+            half = call.k.shape[2] // 2
+            parts = [of_keys(call, slice(0, half)), of_keys(call, slice(half, None))]
+            plain = call.causal and call.window is call.documents is call.sink_keys is None
+            if not plain or call.q.shape[2] > half:
+                return attention(call)  # not every query sees both halves
+            (out, lse), (out_2, lse_2) = attention(parts[0]), attention(without(parts[1]))
+            if how == "without the sink":
+                lse = attention(without(parts[0]))[1]
+            if how == "evenly":
+                lse = lse_2 = torch.full_like(lse, -math.log(2))
+            if how == "base 2":
+                lse, lse_2 = lse / math.log2(math.e), lse_2 / math.log2(math.e)
+            total = torch.logaddexp(lse, lse_2)
+            share = torch.exp(lse - total)[..., None]
+            return share * out + (1 - share) * out_2, total
+
+        return function
+
+    return faulty
+
+
+def interleaved(call: Call) -> Call:
+    """Query head h reads the key head h mod G."""
+    group = call.q.shape[1] // call.k.shape[1]
+    return call._replace(k=call.k.repeat(1, group, 1, 1), v=call.v.repeat(1, group, 1, 1))
+
+
+def _window(call: Call, more: int) -> Call:
+    if call.window is None:
+        return call
+    return call._replace(window=max(1, call.window + more))
+
+
+def _first_keys(call: Call, more: int) -> Call:
+    if call.first_keys == 0:
+        return call
+    return call._replace(first_keys=call.first_keys + more)
+
+
+def _at(call: Call, start: int) -> Call:
+    """The call with its first query at another place. Documents stay as they are."""
+    fits = call.documents is None or start + call.q.shape[2] <= call.k.shape[2]
+    return call._replace(start=start) if call.causal and fits and start >= 0 else call
+
+
+def _later_keys(call: Call) -> Call:
+    plain = call.window is None and call.documents is None
+    return call._replace(causal=False) if plain else call
+
+
+def _of_key_head(x: Tensor, call: Call) -> Tensor:
+    """The sink of the key head: head h reads the sink h // (H / G)."""
+    group = call.q.shape[1] // call.k.shape[1]
+    return x[: call.k.shape[1]].repeat_interleave(group)
+
+
+def _in_turn(x: Tensor, call: Call) -> Tensor:
+    """The sinks in the order in which interleaved heads have them."""
+    return x.unflatten(0, (call.k.shape[1], -1)).T.flatten()
+
+
+FAULTS: dict[str, Fault] = {
+    "the sink is left out of the normaliser": given(without),
+    "the sink's logit is multiplied by the scale": sinks(lambda x, call: x * call.scale),
+    "the sink's logit is divided by the scale": sinks(lambda x, call: x / call.scale),
+    "the sink's logit is read in base 2: exp2(sink)": sinks(lambda x, _: x * math.log(2)),
+    "the sink's logit is multiplied by log2(e) and then read in base e": sinks(
+        lambda x, _: x / math.log(2)
+    ),
+    "the sink's logit is taken as zero": sinks(lambda x, _: x * 0),
+    "the sink's logit has the wrong sign": sinks(lambda x, _: -x),
+    "the sink enters the normaliser without its exponential": without_exponential,
+    "the sink's share is taken off twice": applied_twice,
+    "the sink brings along the first key's value": with_the_first_value,
+    "the sink in bf16 is too coarse": sinks(lambda x, _: x.bfloat16().to(x)),
+    "the first head's sink serves all heads": sinks(lambda x, _: x[:1].expand_as(x)),
+    "the sink is that of the key head": sinks(_of_key_head),
+    "the sinks are in the order of interleaved heads": sinks(_in_turn),
+    "the sink is dropped by the second half of the queries": dropped(first=False),
+    "the sink is dropped by the first half of the queries": dropped(first=True),
+    "the sink is counted twice when merging": sinks(lambda x, _: x + math.log(2)),
+    "the sink is counted 3 times when merging": sinks(lambda x, _: x + math.log(3)),
+    "the sink is counted 4 times when merging": sinks(lambda x, _: x + math.log(4)),
+    "the sink is counted 8 times when merging": sinks(lambda x, _: x + math.log(8)),
+    "halves are merged by a log-sum-exp that leaves the sink out": merged("without the sink"),
+    "halves are merged evenly, not by their log-sum-exp": merged("evenly"),
+    "halves are merged by a log-sum-exp in the wrong base": merged("base 2"),
+    "the second half of the keys is left out": given(
+        lambda call: of_keys(call, slice(0, call.k.shape[2] // 2))
+    ),
+    "the log-sum-exp is in base 2": log_sum_exp(lambda lse, _: lse / math.log(2)),
+    "the log-sum-exp leaves the sink out": log_sum_exp(lambda lse, call: oracle(without(call))[1]),
+    "the log-sum-exp leaves the sink out and is in base 2": log_sum_exp(
+        lambda lse, call: oracle(without(call))[1] / math.log(2)
+    ),
+    "the log-sum-exp has the wrong sign": log_sum_exp(lambda lse, _: -lse),
+    "the log-sum-exp is the sum, not its logarithm": log_sum_exp(lambda lse, _: lse.exp()),
+    "the log-sum-exp is of logits without the scale": log_sum_exp(
+        lambda lse, call: oracle(call._replace(scale=1.0))[1]
+    ),
+    "window off by one: one key too few": given(lambda call: _window(call, -1)),
+    "window off by one: one key too many": given(lambda call: _window(call, 1)),
+    "the window is ignored": given(lambda call: call._replace(window=None, first_keys=0)),
+    "first keys of a window are not kept": given(lambda call: call._replace(first_keys=0)),
+    "first keys of a window off by one: one too few": given(lambda call: _first_keys(call, -1)),
+    "first keys of a window off by one: one too many": given(lambda call: _first_keys(call, 1)),
+    "documents see each other": given(lambda call: call._replace(documents=None)),
+    "queries see later keys": given(_later_keys),
+    "queries do not see later keys, without a causal mask": given(
+        lambda call: call if call.causal else call._replace(causal=True)
+    ),
+    "queries at the end are taken for the first ones": given(lambda call: _at(call, 0)),
+    "a query does not see its own key": given(
+        lambda call: _at(call, call.k.shape[2] - call.q.shape[2] - 1)
+    ),
+    "heads are grouped in the wrong order (interleaved)": given(interleaved),
+    "the first key head serves all query heads": given(
+        lambda call: call._replace(k=call.k[:, :1], v=call.v[:, :1])
+    ),
+    "the scale is left out": given(lambda call: call._replace(scale=1.0)),
+    "the scale is 1 / sqrt(D), whatever is given": given(
+        lambda call: call._replace(scale=call.q.shape[-1] ** -0.5)
+    ),
+    "the scale is that of the values' width": given(
+        lambda call: call._replace(scale=call.v.shape[-1] ** -0.5)
+    ),
+    "the scale is applied twice": given(lambda call: call._replace(scale=call.scale**2)),
+    "the sink key is left out": given(lambda call: call._replace(sink_keys=None, sink_values=None)),
+    "the sink key's value is left out": given(
+        lambda call: (
+            call if call.sink_values is None else call._replace(sink_values=call.sink_values * 0)
+        )
+    ),
+}
+
+
+# ---- gradients
+
+
+def gradients(attention: Attention, call: Call, cotangent: Tensor) -> dict[str, Tensor]:
+    """The gradients of sum(out * cotangent), by the name of each input."""
+    names = [name for name in DIFFERENTIABLE if getattr(call, name) is not None]
+    leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
+    with torch.enable_grad():
+        out, _ = attention(call._replace(**leaves))
+        total = (out * cotangent).sum()
+    got = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
+    return dict(zip(names, got, strict=True))
+
+
+def by_recomputed_weights(
+    attention: Attention, call: Call, cotangent: Tensor, heads: str = "all"
+) -> dict[str, Tensor]:
+    """The gradients of q, k and v as flash kernels compute them, with the weights of `attention`.
+
+    The output is the right one, and only the backward pass recomputes the weights A in its own way:
+    dS = A (dA - delta), where delta_i = sum(out_i * cotangent_i).
+    heads: which query heads of a group count in the gradients of its key: "all", "first", "last".
+    """
+    S, G = call.k.shape[2], call.k.shape[1]
+    H = call.q.shape[1]
+    ones = torch.eye(S).to(call.v).expand(len(call.v), G, S, S)
+    of_star = None if call.sink_values is None else call.v.new_zeros(H, S)
+    weights, _ = attention(call._replace(v=ones, sink_values=of_star))  # (B, H, T, S)
+    k = call.k.repeat_interleave(H // G, dim=1)
+    v = call.v.repeat_interleave(H // G, dim=1)
+    delta = (oracle(call)[0] * cotangent).sum(dim=-1, keepdim=True)
+    inner = weights * (cotangent @ v.mT - delta) * call.scale  # (B, H, T, S)
+    of_k = (inner.mT @ call.q).unflatten(1, (G, -1))  # (B, G, H / G, S, D)
+    of_v = (weights.mT @ cotangent).unflatten(1, (G, -1))
+    counted = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[heads]
+    return {"q": inner @ k, "k": of_k[:, :, counted].sum(2), "v": of_v[:, :, counted].sum(2)}
+
+
+def of_each_query(call: Call, cotangent: Tensor) -> Tensor:
+    """What each text, head and query adds to the gradient of the sink, (B, H, T).
+
+    d out_i / d sink = -A_i* out_i, where A_i* is the sink's share of the row.
+    """
+    assert call.sinks is not None
+    out, lse = oracle(call)
+    share = torch.exp(call.sinks[:, None] - lse)
+    return -share * (out * cotangent).sum(dim=-1)
+
+
+# The gradient of the sink, made wrong out of what each text, head and query adds to it.
+SINK_GRADIENTS: dict[str, Callable[[Tensor, Call], Tensor]] = {
+    "the gradient of the sink is missing": lambda x, _: x.sum((0, 2)) * 0,
+    "the gradient of the sink has the wrong sign": lambda x, _: -x.sum((0, 2)),
+    "the gradient of the sink is not summed over the batch: the first text's": (
+        lambda x, _: x[0].sum(-1)
+    ),
+    "the gradient of the sink is not summed over the batch: the last text's": (
+        lambda x, _: x[-1].sum(-1)
+    ),
+    "the gradient of the sink is not summed over the queries: the first one's": (
+        lambda x, _: x[..., 0].sum(0)
+    ),
+    "the gradient of the sink is not summed over the queries: the last one's": (
+        lambda x, _: x[..., -1].sum(0)
+    ),
+    "the gradient of the sink is a mean over the batch": lambda x, _: x.sum(-1).mean(0),
+    "the gradient of the sink is a mean over the queries": lambda x, _: x.mean(-1).sum(0),
+    "the gradient of the sink is a mean over batch and queries": lambda x, _: x.mean((0, 2)),
+    "the gradient of the sink is multiplied by the scale": (
+        lambda x, call: x.sum((0, 2)) * call.scale
+    ),
+    "the gradient of the sink is multiplied by log2(e)": lambda x, _: x.sum((0, 2)) / math.log(2),
+    "the gradient of the sink is multiplied by ln(2)": lambda x, _: x.sum((0, 2)) * math.log(2),
+}

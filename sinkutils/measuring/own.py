@@ -1,0 +1,116 @@
+"""Observing a `TransformerLM` while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkutils.measuring.tally import Edit, Tally, changed
+from sinkutils.model.attention import attend, divide
+from sinkutils.model.config import AttentionSpec
+from sinkutils.model.decoder import TransformerLM
+
+
+class OwnModel:
+    """The `Source` that is a `TransformerLM`. It adds to a tally what the model shows.
+
+    The model calls `embedding`, then `attention` and `block` in each block.
+    """
+
+    kind = "TransformerLM"
+    path = "dense"
+    tokens_a_batch = 2**27  # no limit in practice: `hidden` computes no logits
+    edit: Edit | None = None
+
+    def __init__(self, model: TransformerLM, tally: Tally) -> None:
+        self.model = model
+        self.tally = tally
+        self.blocks = model.blocks
+        self.layers = {block.attention: layer for layer, block in enumerate(model.blocks)}
+        self.device = model.embed.weight.device
+        cfg = model.config
+        self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
+        self.vocabulary = cfg.vocab_size
+        self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
+
+    def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
+        """Nothing to check: our own model is causal, and shows the attention that it computes."""
+
+    def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the hook unchanged, because threads do not share our own models."""
+        return function
+
+    def run(self, ids: Tensor) -> None:
+        """Run one forward pass on ids (B, T)."""
+        self.model.hidden(ids.to(self.device), self)
+
+    def _text(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the text, without x*, as one residual stream: (B, 1, T, d)."""
+        return hidden[:, None, self.first :]
+
+    def embedding(self, hidden: Tensor) -> None:
+        self.tally.add_norms("embedding", 0, self._text(hidden))
+
+    def attention(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        extras: Mapping[str, Any],
+    ) -> None:
+        if self.edit is not None and layer in self.edit.layers:
+            part = {"q": q, "k": k, "v": v}[self.edit.part]
+            # Surgery is the one case in which we do more than observe. We write into the tensors
+            # that the model has handed us, and it computes its output from them.
+            part.copy_(changed(self.edit.change, part))
+        tally = self.tally
+        first = self.first
+        of_text = [x[:, :, first:] for x in (q, k, v)]
+        tally.add_qkv(layer, *of_text)
+        # Without the row of x*, which sees only itself: (B, H, T, S)
+        shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
+        # The columns are k* or x*, if there is one, followed by the T keys of the text.
+        length = shares.shape[2]
+        tally.add_weights(layer, [tally.reduced(layer, shares[..., -length:])])
+        if first or spec.has_star:
+            tally.add_star(layer, shares[..., -length - 1])
+
+    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
+        self.tally.add_hidden(layer, self._text(hidden))
+        if before_norm is not hidden:  # a post-norm block: the sum before its last norm (Eq. 3)
+            self.tally.add_norms("before_norm", layer, self._text(before_norm))
+
+
+def attention_shares(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Mapping[str, Any]
+) -> Tensor:
+    """The shares of attention from which alpha is computed, (B, H, T, S), in float64.
+
+    A share is |A_ij| divided by its row's sum. For softmax it is A_ij itself, and for weights that
+    do not sum to one it is the proxy score of Section 7.4. Softpick is an exception: its rows sum
+    to at most one, and are used as they are. The arguments are those of `attend`.
+    """
+    # In float64, exp(s) does not overflow for logits s up to 709. Apple GPUs have no float64.
+    device = torch.device("cpu") if q.device.type == "mps" else q.device
+
+    def widened(x: Tensor) -> Tensor:
+        return x.to(device).double()
+
+    def learned_kernel(x: Tensor) -> Tensor:
+        return widened(extras["mlp"](x.to(q)))  # the MLP runs in the model's own precision
+
+    wide_extras: dict[str, Any] = {}
+    for name, x in extras.items():
+        wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
+    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
+    weights = weights.abs()
+    # A row of softpick may sum to less than `scale`. The rest is attention to no key, and must not
+    # be distributed over the keys.
+    if spec.similarity == "softpick":
+        return weights / spec.scale
+    return divide(weights, weights.sum(dim=-1, keepdim=True))

@@ -1,0 +1,472 @@
+"""`su.sinkcheck`: does an attention kernel treat its sinks right, and if not, what is wrong?
+
+The reference cases are in `sinkcheck.safetensors`: inputs, outputs, log-sum-exp and gradients, made
+in float64 by `studies/sinkcheck_cases.py`. Other projects may copy that file. A kernel that fails a
+case is compared with each of the known faults in `faults.py`, and the one that fits is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkutils.checks import choice, first_line, real, require, short
+from sinkutils.measuring import faults
+from sinkutils.measuring.arrays import as_tensor
+from sinkutils.measuring.faults import DIFFERENTIABLE, FAULTS, SINK_GRADIENTS, Attention, Call
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Checked", "reference", "run"]
+
+FILE = Path(__file__).with_name("sinkcheck.safetensors")
+# Relative to the largest number of a reference, how far a right kernel may be off.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 3e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+OPTIONS = "scale causal window first_keys sinks sink_keys sink_values documents return_lse".split()
+PAIRS = 3  # of how many failures that no known fault explains, two faults at once are tried
+
+
+class Case(NamedTuple):
+    """A reference case: its inputs, and what a kernel should make of them, in float64."""
+
+    call: Call
+    out: Tensor
+    lse: Tensor
+    cotangent: Tensor  # the gradients are those of sum(out * cotangent)
+    gradients: dict[str, Tensor]
+    cut: int | None  # where the keys are cut into two halves, whose outputs are merged
+    fine: bool  # whether the sinks need float32
+
+
+@cache
+def reference() -> dict[str, Case]:
+    """The reference cases by name."""
+    from safetensors import safe_open
+
+    tensors: dict[str, dict[str, Tensor]] = {}
+    with safe_open(FILE, "pt") as file:
+        options = json.loads(file.metadata()["cases"])
+        for key in file.keys():  # it is no dict
+            name, part = key.split(".", 1)
+            tensors.setdefault(name, {})[part] = file.get_tensor(key)
+    cases = {}
+    for name, (fields, cut, fine) in options.items():
+        parts = tensors[name]
+        inputs = {x: parts[x].double() for x in DIFFERENTIABLE if x in parts}
+        if "documents" in parts:
+            inputs["documents"] = parts["documents"]
+        gradients = {x: parts[f"d{x}"] for x in DIFFERENTIABLE if f"d{x}" in parts}
+        call = Call(**inputs, **fields)
+        cases[name] = Case(
+            call, parts["out"], parts["lse"], parts["cotangent"], gradients, cut, fine
+        )
+    return cases
+
+
+class Unsupported(Exception):
+    """The kernel does not offer what a case needs."""
+
+
+class Broken(Exception):
+    """The kernel raised an error, or returned what cannot be compared."""
+
+
+@dataclass
+class Outcome:
+    """One part of a case: "output", "log-sum-exp", "merged halves" or "gradient of ..".
+
+    verdict: right, wrong, broken (it raised, or returned what cannot be compared) or not supported.
+    """
+
+    case: str
+    part: str
+    verdict: str
+    error: float = math.nan  # relative to the reference's largest number
+    says: str = ""
+    # wrong: the known faults that give the same numbers
+    fits: tuple[str, ...] = ()
+
+
+@dataclass
+class Checked:
+    """What `run` found. `print` it, or read `right`, `faults` and `table`."""
+
+    name: str
+    outcomes: list[Outcome]
+    faults: list[str] = field(default_factory=list)  # what is wrong, most cases first
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is wrong in what the kernel supports, and it supports something."""
+        verdicts = {outcome.verdict for outcome in self.outcomes}
+        return "right" in verdicts and verdicts <= {"right", "not supported"}
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each case and part."""
+        import pandas as pd
+
+        rows = [vars(outcome) | {"fits": " or ".join(outcome.fits)} for outcome in self.outcomes]
+        return pd.DataFrame(rows)
+
+    def of(self, verdict: str) -> list[Outcome]:
+        """The outcomes with this verdict."""
+        return [outcome for outcome in self.outcomes if outcome.verdict == verdict]
+
+    def __str__(self) -> str:
+        counts = []
+        for verdict in ("right", "wrong", "broken", "not supported"):
+            counts.append(f"{len(self.of(verdict))} {verdict}")
+        lines = [f"{self.name}: {', '.join(counts)}"]
+        for fault in self.faults:
+            cases = {o.case: None for o in self.outcomes if fault in (o.fits or (o.says,))}
+            lines.append(f"- {fault} (in {_some(cases)})")
+        reasons: dict[str, dict[str, None]] = {}
+        for outcome in self.of("not supported"):
+            reasons.setdefault(outcome.says, {})[outcome.case] = None
+        for reason, named in reasons.items():
+            lines.append(f"not supported: {reason} (in {_some(named)})")
+        return "\n".join(lines)
+
+
+def _some(names: dict[str, None]) -> str:
+    """The names, shortened to three."""
+    first = list(names)[:3]
+    more = len(names) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
+
+
+def run(
+    function: Callable[..., Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    cases: Sequence[str] | None = None,
+    gradients: bool = True,
+    tolerance: float | None = None,
+    name: str = "",
+) -> Checked:
+    """Put an attention kernel through the reference cases, and name what is wrong with it.
+
+    function: called as function(q, k, v, scale=.., causal=.., window=.., first_keys=.., sinks=..,
+        sink_keys=.., sink_values=.., documents=.., return_lse=..), with torch tensors; it returns
+        the output (B, H, T, E), or with return_lse the output and the log-sum-exp (B, H, T):
+
+            q           (B, H, T, D)
+            k, v        (B, G, S, D) and (B, G, S, E): H / G query heads in a row share a key head
+            scale       the factor of the products of q and k
+            causal      True: the last query stands at the last key; False: every query sees all
+            window      None, or how many keys a query sees, itself included
+            first_keys  how many first keys a window never hides
+            sinks       None, or (H,): one more logit per head, not scaled, without a value
+            sink_keys, sink_values  None, or (H, D) and (H, E): one more key per head, seen by all
+            documents   None, or (B, S) integers: a query sees the keys of its own document
+            return_lse  natural logarithm of the sum of exp over all logits, the sink's included
+
+        It need not have all of these. What its signature lacks, or what it refuses with
+        NotImplementedError, is reported as not supported. An argument that it takes by **kwargs and
+        ignores makes it wrong.
+    dtype, device: of the tensors. The inputs are exact in float16 and bfloat16 too, except for the
+        sinks of one case, which is left out there.
+    cases: the names of some cases (`reference` has all); None: all.
+    gradients: whether the gradients of q, k, v and the sinks are checked where the output is right.
+    tolerance: how far a number may be off, relative to the reference's largest; None: by dtype.
+    name: a title; None: the function's own.
+
+    Raises ValueError for a function that cannot be called, and for unknown cases and dtypes. What
+    the function itself raises becomes an outcome.
+    """
+    require(callable(function), f"function must be callable, got {short(function)}")
+    require(dtype in TOLERANCES, f"dtype must be one of {[*TOLERANCES]}, got {dtype}")
+    require(not isinstance(cases, str), f"cases must be several names, got {cases!r}")
+    for case in cases or ():
+        choice("each of cases", case, reference())
+    if tolerance is not None:
+        real("tolerance", tolerance, "positive and finite", more=True)
+    kernel = Kernel(function, dtype, torch.device(device))
+    limit = tolerance or TOLERANCES[dtype]
+    outcomes: list[Outcome] = []
+    for key in cases or reference():
+        case = reference()[key]
+        if case.fine and dtype.itemsize < 4:
+            continue
+        outcomes += check_case(key, case, kernel, limit, gradients)
+    checked = Checked(name or getattr(function, "__name__", "kernel"), outcomes)
+    checked.faults = _explained(outcomes)
+    return checked
+
+
+class Kernel:
+    """The user's function, called with the arguments that it takes."""
+
+    def __init__(
+        self, function: Callable[..., Any], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.function = function
+        self.dtype = dtype
+        self.device = device
+        self.unexplained = 0  # how many failures no single known fault explained
+        self.names: set[str] = set()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+            self.names = {parameter.name for parameter in parameters}
+            # By **kwargs a function takes every argument, and may ignore it.
+            self.takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        except (TypeError, ValueError):  # a built-in function may have no signature
+            self.takes_all = True
+
+    def moved(self, call: Call, leaves: bool = False) -> Call:
+        """The call in the kernel's dtype, on its device. leaves: its tensors need gradients."""
+        parts: dict[str, Any] = {}
+        for name in DIFFERENTIABLE:
+            x = getattr(call, name)
+            if x is not None:
+                x = x.to(self.device, self.dtype)
+                parts[name] = x.requires_grad_() if leaves else x
+        if call.documents is not None:
+            parts["documents"] = call.documents.to(self.device)
+        return call._replace(**parts)
+
+    def plain(self, call: Call) -> tuple[Tensor, Tensor]:
+        """The output in float64, and no log-sum-exp."""
+        out, _ = self.result(self.moved(call))
+        return out.detach().cpu().double(), torch.empty(0)
+
+    def full(self, call: Call) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp in float64."""
+        out, lse = self.result(self.moved(call), return_lse=True)
+        return out.detach().cpu().double(), lse.detach().cpu().double()
+
+    def result(self, call: Call, return_lse: bool = False) -> tuple[Tensor, Tensor]:
+        """What the function returns, checked. Raises Unsupported and Broken."""
+        given: dict[str, Any] = {}
+        fields = call._asdict() | {"return_lse": return_lse or None}
+        usual = {"scale": call.q.shape[-1] ** -0.5, "causal": True, "first_keys": 0}
+        for name in OPTIONS:
+            value = fields[name]
+            needed = value is not None and not (name in usual and value == usual[name])
+            if name in self.names or (needed and self.takes_all):
+                given[name] = False if value is None and name == "return_lse" else value
+            elif needed:
+                raise Unsupported(f"it takes no {name}")
+        try:
+            result = self.function(call.q, call.k, call.v, **given)
+        except NotImplementedError as error:
+            raise Unsupported(first_line(error)) from error
+        except Exception as error:
+            raise Broken(f"it raises {first_line(error)}") from error
+        if not return_lse:
+            return self._checked("the output", result, call), torch.empty(0)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            if "return_lse" not in self.names:
+                raise Unsupported("it ignores return_lse")
+            raise Broken("with return_lse it returns no pair of output and log-sum-exp")
+        out, lse = result
+        return self._checked("the output", out, call), self._checked("the log-sum-exp", lse, call)
+
+    def _checked(self, what: str, x: Any, call: Call) -> Tensor:
+        """A result as a tensor. Raises Broken for a wrong type, shape or dtype, and for nan."""
+        if isinstance(x, tuple | list):
+            raise Broken(f"{what} is a {type(x).__name__} where one tensor is due")
+        try:
+            tensor = as_tensor(what, x)
+        except ValueError as error:
+            raise Broken(str(error)) from error
+        B, H, T, _ = call.q.shape
+        last = (call.v.shape[3],) if what == "the output" else ()
+        shape = (B, H, T, *last)
+        got = tuple(tensor.shape)
+        if got != shape:
+            swapped = ": heads and positions are swapped" if got == (B, T, H, *last) else ""
+            raise Broken(f"{what} has the shape {got} where {shape} is due{swapped}")
+        if what == "the output" and tensor.dtype != self.dtype:
+            raise Broken(f"{what} is of {tensor.dtype} where {self.dtype} is due")
+        if not tensor.is_floating_point():
+            raise Broken(f"{what} is of {tensor.dtype} where floating-point numbers are due")
+        if not tensor.isfinite().all():
+            raise Broken(f"{what} has nan or infinite numbers")
+        return tensor
+
+
+def check_case(
+    name: str, case: Case, kernel: Kernel, limit: float, gradients: bool
+) -> list[Outcome]:
+    """The outcomes of one case."""
+    compare = Comparison(name, case, kernel, limit)
+    if case.cut is not None:
+        return [compare.part("merged halves", kernel.full)]
+    output = compare.part("output", kernel.plain)
+    if output.verdict in ("broken", "not supported"):
+        return [output]
+    outcomes = [output, compare.part("log-sum-exp", kernel.full)]
+    if gradients and output.verdict == "right":
+        outcomes += compare.gradients()
+    return outcomes
+
+
+def played(case: Case, attention: Attention) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a case. Where it has a cut, two halves of the keys are merged.
+
+    Every query sees all of the first half. The sink is given to the second half alone, so that it
+    is counted once.
+    """
+    call, cut = case.call, case.cut
+    if cut is None:
+        return attention(call)
+    k, v = call.k, call.v
+    out, lse = attention(call._replace(k=k[:, :, :cut], v=v[:, :, :cut], causal=False, sinks=None))
+    out_2, lse_2 = attention(call._replace(k=k[:, :, cut:], v=v[:, :, cut:]))
+    share = torch.sigmoid(lse - lse_2)[..., None]  # of the first half
+    return share * out + (1 - share) * out_2, torch.logaddexp(lse, lse_2)
+
+
+@cache
+def faulty_results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Output and log-sum-exp of a case by each known fault."""
+    case = reference()[name]
+    return {fault: played(case, change(faults.oracle)) for fault, change in FAULTS.items()}
+
+
+@dataclass
+class Comparison:
+    """Compares what a kernel makes of a case with the reference, and with each known fault."""
+
+    name: str
+    case: Case
+    kernel: Kernel
+    limit: float
+
+    def part(self, part: str, attention: Attention) -> Outcome:
+        """The outcome of one part: "output", "log-sum-exp" or "merged halves"."""
+        try:
+            results = played(self.case, attention)
+        except (Unsupported, Broken) as reason:
+            verdict = "broken" if isinstance(reason, Broken) else "not supported"
+            return Outcome(self.name, part, verdict, says=str(reason))
+        index = int(part == "log-sum-exp")  # in the pair of output and log-sum-exp
+        got = results[index]
+        want = (self.case.out, self.case.lse)[index]
+        faulty = ((fault, pair[index]) for fault, pair in faulty_results(self.name).items())
+        outcome = self.compared(part, got, want, faulty)
+        if outcome.verdict == "wrong" and not outcome.fits and self.kernel.unexplained < PAIRS:
+            self.kernel.unexplained += 1
+            outcome.fits = self._pair(index, got, want)
+        return outcome
+
+    def compared(
+        self, part: str, got: Tensor, want: Tensor, faulty: Iterable[tuple[str, Tensor]]
+    ) -> Outcome:
+        """The outcome of a part, and which known faults give its numbers if it is wrong."""
+        error = distance(got, want)
+        if error <= self.limit:
+            return Outcome(self.name, part, "right", error)
+        fits = dict.fromkeys(name for name, x in faulty if self._fits(got, want, x))
+        says = f"the {part} is wrong in a way that no known fault explains"
+        return Outcome(self.name, part, "wrong", error, says, tuple(fits))
+
+    def _fits(self, got: Tensor, want: Tensor, faulty: Tensor) -> bool:
+        """Whether a fault gives what the kernel gives, and that is not what is right."""
+        if not faulty.isfinite().all():
+            return False
+        apart = distance(faulty, want)
+        near = min(2 * self.limit, apart / 3)
+        return apart > self.limit and distance(got, faulty) <= near
+
+    def _pair(self, index: int, got: Tensor, want: Tensor) -> tuple[str, ...]:
+        """Two faults at once that give what the kernel gives, if there are such."""
+        changing = []  # the faults that change this part
+        for fault, pair in faulty_results(self.name).items():
+            if distance(pair[index], want) > self.limit:
+                changing.append(fault)
+        for first, second in permutations(changing, 2):
+            attention = FAULTS[first](FAULTS[second](faults.oracle))
+            if self._fits(got, want, played(self.case, attention)[index]):
+                return (f"{first}, and {second}",)
+        return ()
+
+    def gradients(self) -> list[Outcome]:
+        """The outcomes of the gradients of q, k, v and the sinks."""
+        case = self.case
+        call = self.kernel.moved(case.call, leaves=True)
+        leaves = {x: getattr(call, x) for x in case.gradients}
+        try:
+            with torch.enable_grad():
+                out, _ = self.kernel.result(call)
+                if not out.requires_grad:
+                    raise Unsupported("its output has no gradient")
+                total = (out * case.cotangent.to(out)).sum()
+            gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+        except (Unsupported, NotImplementedError) as reason:
+            says = first_line(reason).removeprefix("Unsupported: ")
+            return [Outcome(self.name, "gradients", "not supported", says=says)]
+        except Exception as error:
+            says = f"the backward pass raises {first_line(error)}"
+            return [Outcome(self.name, "gradients", "broken", says=says)]
+        outcomes = []
+        for x, gradient in zip(leaves, gradients, strict=True):
+            part = f"gradient of {x}"
+            want = case.gradients[x]
+            got = torch.zeros_like(want) if gradient is None else gradient.cpu().double()
+            if got.isfinite().all():
+                outcomes.append(self.compared(part, got, want, faulty_gradients(case, x)))
+            else:
+                says = f"the {part} is nan or infinite"
+                outcomes.append(Outcome(self.name, part, "broken", says=says))
+        return outcomes
+
+
+def faulty_gradients(case: Case, x: str) -> Iterator[tuple[str, Tensor]]:
+    """Known wrong gradients of an input, by what is wrong with them."""
+    call, cotangent = case.call, case.cotangent
+    if x == "sinks":
+        terms = faults.of_each_query(call, cotangent)
+        for fault, change in SINK_GRADIENTS.items():
+            yield fault, change(terms, call)
+    else:
+        yield f"the gradient of {x} is missing", case.gradients[x] * 0
+    if x in ("k", "v"):
+        for which in ("first", "last"):
+            fault = f"the gradient of {x} is that of the {which} query head of a group alone"
+            of_heads = faults.by_recomputed_weights(faults.oracle, call, cotangent, which)
+            yield fault, of_heads[x]
+    for fault, change in FAULTS.items():
+        attention = change(faults.oracle)
+        backward = f"in the backward pass {fault}"
+        yield backward, faults.gradients(attention, call, cotangent)[x]
+        if x in ("q", "k", "v"):
+            yield backward, faults.by_recomputed_weights(attention, call, cotangent)[x]
+
+
+def distance(x: Tensor, want: Tensor) -> float:
+    """The largest difference, relative to the reference's largest number."""
+    apart = (x - want).abs().max() / want.abs().max().clamp(min=1e-30)
+    return float(apart.detach())
+
+
+def _explained(outcomes: Sequence[Outcome]) -> list[str]:
+    """What is wrong, in as few known faults as explain all that is wrong; the commonest first."""
+    found = []
+    left = [outcome for outcome in outcomes if outcome.verdict in ("wrong", "broken")]
+    while left:
+        counts = Counter(fault for outcome in left for fault in outcome.fits or (outcome.says,))
+        fault, _ = counts.most_common(1)[0]
+        found.append(fault)
+        left = [outcome for outcome in left if fault not in (outcome.fits or (outcome.says,))]
+    return found

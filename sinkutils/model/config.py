@@ -1,0 +1,220 @@
+"""The description of an attention operation and of a language model, as frozen dataclasses.
+
+`attention` and `decoder` compute what they describe. This module needs no PyTorch, so that a list
+of experiments is read in no time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sinkutils import checks
+from sinkutils.checks import choice, real
+
+# The names of f and phi. `attention.SIMILARITIES` and `attention.KERNELS` have the functions.
+# softpick (Zuhri et al. 2025) is relu(e^s - 1) / sum |e^s - 1|, see `attention.normalise`.
+SIMILARITY_NAMES = ["exp", "sigmoid", "elu", "linear", "relu", "softpick"]
+KERNEL_NAMES = ("identity", "elu", "mlp")
+OPERATION_CHOICES = {
+    "similarity": SIMILARITY_NAMES,
+    "kernel": KERNEL_NAMES,
+    "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
+    "bias": ("none", "kv", "k", "v"),
+    "fixed_value": ("zero", "first", "uniform"),
+    "sink_logit": ("none", "zero", "learned"),
+}
+# The other position terms rotate q and k (rotary) or are added to the embeddings (absolute,
+# learnable). `relative` adds the number of T5's bucket itself, which grows with the distance, as
+# the authors' code does. `relative_learned` is T5's own term: a learned bias for each bucket and
+# head. Eq. 6 prints a third variant: see `relative_buckets`.
+ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
+POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
+
+# Fields that have a meaning only beside another field: (field, other field, the other's values)
+NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("p", "normalizer", ("p_norm",)),
+    ("kernel", "similarity", ("linear",)),
+    ("logit_bias", "similarity", ("sigmoid",)),
+    ("window", "prefix", (1,)),
+    ("bias_shared", "bias", ("kv", "k", "v")),
+    ("bias_dims", "bias", ("kv", "k")),
+    ("fixed_value", "bias", ("k",)),
+)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The description of an attention operation; the defaults are causal softmax (Eq. 4).
+
+    Raises `ValueError`, which names the allowed values, for a combination that has no meaning.
+    """
+
+    similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
+    # phi, applied to q and k: identity, elu (plus one), mlp (one for q, k and all heads)
+    kernel: str = "identity"
+    # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
+    normalizer: str = "sum"
+    p: float = 1.0  # the p of p_norm (Eq. 43)
+    scale: float = 1.0  # alpha (Eq. 29), the sum of the weights of a row
+    bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
+    bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
+    # d_a: how many dimensions of k* are learned; the others are zero (Table 13)
+    bias_dims: int | None = None
+    # v* of bias='k' (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
+    fixed_value: str = "zero"
+    fixed_value_norm: float = 1.0  # m
+    window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
+    prefix: int = 1  # p: every query also sees the first p keys (Section 6)
+    logit_bias: float = 0.0  # b in sigmoid(s + b); Ramapuram et al. (2024) use -log C
+    # one more logit, which has no key and value: zero (softmax plus one), learned (one per head)
+    sink_logit: str = "none"
+    # A = A_1 - lambda A_2: two maps, from the even and the odd dimensions (Ye et al. 2024)
+    differential: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in OPERATION_CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        real("p", self.p, "positive and finite", more=True)
+        real("scale", self.scale, "positive and finite", more=True)
+        checks.fields(self, logit_bias=-math.inf)
+        for name, other, values in NEEDS:
+            value = getattr(self, name)
+            default = getattr(AttentionSpec, name)
+            if value != default and getattr(self, other) not in values:
+                wanted = " or ".join(map(repr, values))
+                raise ValueError(f"{name}={value!r} needs {other} to be {wanted}")
+        has_sink_logit = self.sink_logit != "none"
+        if has_sink_logit and self.differential:
+            raise ValueError("sink_logit and differential cannot be combined")
+        plain = self.is_softmax and self.bias == "none"
+        if (has_sink_logit or self.differential) and not plain:
+            raise ValueError(
+                "sink_logit and differential each need a plain softmax: similarity='exp', "
+                "normalizer='sum', bias='none'"
+            )
+        if self.signed and self.normalizer not in ("none", "max_abs_sum"):
+            raise ValueError(
+                "similarity='linear' can be negative with this kernel and its sum zero: "
+                "normalizer must be 'none' or 'max_abs_sum'"
+            )
+        if self.similarity == "softpick" and self.normalizer != "sum":
+            raise ValueError("similarity='softpick' needs normalizer='sum'")
+        if self.bias == "v" and self.similarity == "linear":
+            raise ValueError("bias='v' needs rows of weights, which similarity='linear' has not")
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the weights are a softmax, up to their scale."""
+        return self.similarity == "exp" and self.normalizer == "sum"
+
+    @property
+    def has_key_bias(self) -> bool:
+        """Whether a key k* stands before the sequence's own keys. Sink_* measures its weight."""
+        return self.bias in ("k", "kv")
+
+    @property
+    def has_star(self) -> bool:
+        """Whether column 0 of the weights belongs to k* or to a sink logit instead of a token."""
+        return self.has_key_bias or self.sink_logit != "none"
+
+    @property
+    def hidden_is_zero(self) -> bool:
+        """Whether a hidden key gets the logit 0, because f(0) = 0, instead of -inf."""
+        return self.similarity in ("linear", "relu", "softpick")
+
+    @property
+    def signed(self) -> bool:
+        """Whether similarities can be negative."""
+        return self.similarity == "linear" and self.kernel in ("identity", "mlp")
+
+
+SOFTMAX = AttentionSpec()
+
+MODEL_CHOICES = {
+    "position": POSITIONS,
+    "norm": ("pre", "post", "sandwich"),
+    "ffn": ("relu", "gelu", "swish", "reglu", "geglu", "swiglu"),
+    "head_merge": ("concat", "add"),
+    "gate": ("none", "head", "element"),
+    "normalization": ("rms", "dyt", "gated"),
+}
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """The description of a language model.
+
+    Raises ValueError, which names a field, for shapes that do not fit together.
+    """
+
+    vocab_size: int = 1024
+    context_length: int = 64  # C, the longest sequence the model accepts
+    num_layers: int = 4  # L
+    num_heads: int = 4  # H
+    hidden_size: int = 64  # d
+    intermediate_size: int = 128  # width of the FFN
+    # rotary, nope, absolute, learnable, relative, relative_learned, alibi (Appendix A)
+    position: str = "rotary"
+    # pre (Eq. 2), post (Eq. 3), or sandwich: as pre, with a norm of each sublayer's output as well
+    norm: str = "pre"
+    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
+    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
+    sink_token: bool = False  # a learnable x* before every sequence (Table 4)
+    attention: AttentionSpec = SOFTMAX
+    # The variants below come from later papers (data/paper/after_paper.csv).
+    # none; head, element: sigmoid(W x_i) multiplies each head's output, or its elements, before W_O
+    gate: str = "none"
+    qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
+    # v_j is multiplied by r / (r + c): r = |v_j|^2, and each head learns its c (Chen and Yao 2026)
+    value_scale: bool = False
+    # rms; dyt: tanh(alpha h) * g replaces it, and the embeddings have a learned scale;
+    # gated: rms multiplied by a gate
+    normalization: str = "rms"
+
+    def __post_init__(self) -> None:
+        for name, allowed in MODEL_CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        checks.fields(self)
+        spec = self.attention
+        if self.hidden_size % self.num_heads > 0:
+            raise ValueError(
+                f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
+            )
+        # The number of equal parts into which the dimensions of a head are cut.
+        parts = 1
+        if self.position == "rotary":  # it pairs the two halves
+            parts *= 2
+        if spec.differential:  # each half has an attention map of its own
+            parts *= 2
+        if self.head_dim % parts > 0:
+            raise ValueError(
+                f"the head dimension must be a multiple of {parts} with "
+                f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
+            )
+        if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
+            # With k* as well, Sink_* would have two places. A window would hide x* from most
+            # queries, and a prefix would count x* as its first token.
+            raise ValueError(
+                "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
+                "prefix"
+            )
+        if spec.prefix > self.context_length:
+            raise ValueError(
+                f"prefix must be at most context_length={self.context_length}, got {spec.prefix}"
+            )
+        if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
+            raise ValueError(
+                f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
+            )
+        if spec.prefix > 1 and self.position in ADDED_TO_LOGITS:
+            raise ValueError(
+                f"position={self.position!r} has no bias for keys after the query, as a prefix "
+                "shows: use rotary, nope, absolute or learnable"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """d_h = d / H."""
+        return self.hidden_size // self.num_heads
