@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import instance, integer, require
+from sinkutils.checks import integer, require
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.subject import adds_bos
-from sinkutils.measuring.tokenizer import bos_id, encode
+from sinkutils.measuring.probes import BOS, X_FIX, Subject
+from sinkutils.measuring.tokenizer import bos_id, encode, special_ids
 from sinkutils.paths import PACKAGE, read_yaml
 from sinkutils.plots.figures import token_label
 from sinkutils.plots.interactive import PALETTE, SCRIPTS, maps_of
@@ -35,51 +35,62 @@ TOKENS = 64  # of a text in the page, which its pictures are made for
 LEVELS = 256  # of a recorded weight's square root: a byte
 NEAREST = 10  # the most extra attention is looked for at so many first tokens
 
-def lab_of_model(
-    model: nn.Module, tokenizer: Any, texts: Sequence[str], name: str = "", length: int = TOKENS
-) -> str:
+def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -> str:
     """The lab's page with a model of yours: what it attends to in some texts, recorded.
 
     Recorded are every head's map, the norms of values, the likeliest next tokens as the model is
     and, where `surgery` can operate on it, without the first key and with the largest element set
     back, and a report. In the page a small model can be grown beside it.
-    texts: at least one. A BOS stands first if the tokenizer puts one.
-    name: the name of the model, as the page shows it.
+    texts: at least one. In front stands what training put there: x_fix, a BOS or nothing.
     length: how many tokens of each text are read, at most 64.
     Raises ValueError like `measure`, and for a text of fewer than 3 tokens.
     """
     length = integer("length", length, least=3, most=TOKENS)
-    instance("name", name, str)
     require(len(texts) > 0, "give at least one text")
     require(len({*texts}) == len(texts), "give each text once")
-    start = [bos_id(tokenizer)] if adds_bos(tokenizer) else []
+    model = subject.model
+    tokenizer = subject.tokenizer
+    start = first_tokens(subject)
     recorded: list[dict[str, Any]] = []
     maps: list[bytes] = []
     rows: list[dict[str, Any]] = []
     for text in texts:
         ids = torch.tensor([start + encode(tokenizer, text)])[:, :length]
-        require(
-            ids.shape[1] >= 3,
-            f"a text must have at least 3 tokens, and {text!r:.60} has {ids.shape[1]}",
-        )
-        report = measure(model, ids, targets=range(1, min(NEAREST, ids.shape[1]) + 1))
-        heads = [(layer, h) for layer in report.layers for h in range(report.alpha.shape[-1])]
+        T = ids.shape[1]
+        require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}")
+        report = measure(model, ids, targets=range(1, min(NEAREST, T) + 1))
+        count = report.alpha.shape[-1]
+        heads = [(layer, head) for layer in report.layers for head in range(count)]
         weights, shades = maps_of(model, ids, heads, LEVELS)
         labels = [token_label(token, tokenizer) for token in ids[0].tolist()]
-        shown: dict[str, Any] = {"labels": labels, "alpha": []}
+        alpha = weights[0, :, :, 0].mean(axis=-1)  # (heads,)
+        shown = {"labels": labels, "alpha": decimals(alpha, 4)}
         shown["said"] = said_next(model, ids, tokenizer, report)
-        shown["alpha"] = weights[0, :, :, 0].mean(axis=-1).astype(float).round(4).tolist()
         if report.value_norms is not None:
-            shown["norms"] = report.value_norms.double().numpy().round(3).tolist()
+            shown["norms"] = decimals(report.value_norms, 3)
         recorded.append(shown)
         maps.append(shades)
         rows.append(report_row(report, labels))
-    name = printable(name or type(model).__name__)
-    real = {"H": report.alpha.shape[-1], "texts": recorded, "levels": LEVELS, "packed": packed(maps)}
-    data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
+    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(maps)}
     first = int(np.argmax(recorded[0]["alpha"])) + 1  # the head that is shown first
-    data["words"] = {"own": {"title": name, "about": "", "head": first}}
+    data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
+    data["words"] = {"own": {"title": printable(subject.name), "about": "", "head": first}}
     return page_of(data | {"text": packed([own_text().encode()])})
+
+
+def first_tokens(subject: Subject) -> list[int]:
+    """What stands before a text, as in training: x_fix, a BOS or nothing."""
+    tokenizer = subject.tokenizer
+    if X_FIX in subject.firsts and subject.fixed_position == 1:
+        return [special_ids(tokenizer, subject.name)["fix_id"]]
+    if subject.bos_in_training and BOS in subject.firsts:
+        return [bos_id(tokenizer)]
+    return []
+
+
+def decimals(values: Any, digits: int) -> Any:
+    """Numbers for JSON, as lists, rounded to so many decimals."""
+    return np.asarray(values, dtype=float).round(digits).tolist()
 
 
 def said_next(
@@ -91,11 +102,14 @@ def said_next(
     Of each: the likeliest token, and the probability of the one that the text has; as the model is
     also the probability of the likeliest. What `surgery` refuses of this model is left out.
     """
-    block = report.summary().get("element_block", 1)
+    block = 0  # after which the largest element first stands, at half its size or more
+    if report.first_elements is not None:
+        largest = report.first_elements.amax(dim=1)  # (blocks,)
+        block = int((largest >= largest.max() / 2).nonzero()[0])
     operations = {
         "words_untouched": surgery.untouched,
         "words_hidden": surgery.hide,
-        "words_set_back": lambda *given: surgery.set_back(*given, block=int(block) - 1),
+        "words_set_back": lambda *given: surgery.set_back(*given, block=block),
     }
     rows = []
     for row, operation in operations.items():
@@ -104,8 +118,8 @@ def said_next(
         except ValueError:
             continue
         tokens = [token_label(token, tokenizer) for token in outcome.predicted[0].tolist()]
-        shares = outcome.losses[0].neg().exp().double().numpy().round(4).tolist()
-        rows.append({"row": row, "tokens": tokens, "shares": shares})
+        shares = outcome.losses[0].neg().exp()
+        rows.append({"row": row, "tokens": tokens, "shares": decimals(shares, 4)})
     return rows
 
 

@@ -89,7 +89,7 @@ function showGrowth() {
   $("frame-step").disabled = curve.length === 0;
   if (!at && !now) {
     const weights = inWords(shapesOf({ ...SHAPE }).reduce((sum, [, r, c]) => sum + r * c, 0));
-    $("grow-state").textContent = said("grow_ready", { weights, seed: Number($("seed").value) });
+    $("grow-state").textContent = said("grow_ready", { weights });
   } else if (now) {
     const rate = seconds ? (steps / seconds).toFixed(0) : "0";
     const star = growth.config.star ? said("grow_now_star", { star: now.star.toFixed(0) }) : "";

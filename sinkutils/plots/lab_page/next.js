@@ -53,13 +53,35 @@ function rowsRecorded() {
     next: [{ token: tokens[at] }], really: { token: labels[at + 1], share: shares[at] } }));
 }
 
+// The query (from 1, in the map) after which hiding the first token costs most; 0: none.
+function worstQuery() {
+  const { edited } = results;
+  if (!isLive()) {
+    const [before, hidden] = ["words_untouched", "words_hidden"].map(
+      (row) => edited.said?.find((one) => one.row === row)?.shares);
+    const costs = hidden?.map((share, t) => before[t] - share) ?? [];
+    return costs.indexOf(Math.max(...costs)) + 1;
+  }
+  const [before, hidden] = effects.rows.map(({ result }) => result);
+  if (!hidden) return 0;
+  const costs = [...hidden.losses].map((loss, t) =>
+    Math.exp(-before.losses[t]) - Math.exp(-loss));
+  return edited.places.indexOf(before.places[costs.indexOf(Math.max(...costs))]) + 1;
+}
+
 function showWords() {
   const { edited } = results;
   if (!edited) return;
   const ready = isLive() ? effects.rows[0]?.name === state.model : Boolean(edited.said?.length);
   $("words").hidden = !ready;
   if (!ready) return;
-  const token = edited.labels[state.query - 1];
+  const token = edited.labels[state.query - 1], worst = worstQuery();
+  $("words-worst").hidden = worst === 0;
+  if (worst) {
+    const at = { token: edited.labels[worst - 1], query: worst };
+    $("words-worst").textContent = said("words_worst", at);
+    $("words-worst").onclick = () => look({ query: worst, key: 0 });
+  }
   $("words-after").textContent = said("words_after", { token, query: state.query });
   const rows = isLive() ? rowsAfter(edited.places[state.query - 1]) : rowsRecorded();
   $("words-table").replaceChildren(...rows.map(({ title, next, really }) => {

@@ -426,8 +426,8 @@ function buildControls() {
   }
   if (Object.keys(DATA.texts).length < 2) $("languages").hidden = true;
   const option = (text) => make("option", { value: text }, text);
-  if (OWN) $("as-in-training").remove();
-  else $("as-in-training").append(...DATA.samples.map(option));
+  $("as-in-training").hidden = OWN;
+  if (!OWN) $("as-in-training").append(...DATA.samples.map(option));
   $("sentences").append(...DATA.sentences.map(option));
   for (const name of ["sample", "text"]) {
     $(name).oninput = ({ target }) => change({ text: target.value, key: 0 });
