@@ -39,7 +39,7 @@ MACHINES = {
 def losses(precision: str, steps: int) -> dict[str, object]:
     """The loss of each of `steps` steps of the laptop's base, compiled, one thread, and the seconds of the best ten."""
     import sinkutils as su
-    from sinkutils.study.run import Run
+    from sinkutils.study.train import Run
 
     torch.set_num_threads(1)
     if "ATEN_CPU_CAPABILITY" in os.environ:
@@ -50,7 +50,7 @@ def losses(precision: str, steps: int) -> dict[str, object]:
     )
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size)
     run = Run(config, corpus, torch.device("cpu"))
-    run.forward = torch.compile(run.loss)
+    run.forward = torch.compile(run.task.loss)
     best = min(10 * seconds(run.advance, 10) for _ in range(steps // 10))
     return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
 
@@ -89,7 +89,7 @@ def again(name: str, folder: str) -> dict[str, object]:
     import sinkutils as su
     from sinkutils.paths import RUNS
     from sinkutils.study.record import read_record, rounded
-    from sinkutils.study.trainer import train
+    from sinkutils.study.train import train
 
     record = read_record(RUNS / name)
     preset, experiment, seed = name.split("/")
@@ -119,7 +119,7 @@ def again(name: str, folder: str) -> dict[str, object]:
 def part(steps: int, folder: str) -> None:
     """Train the laptop's base for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
     import sinkutils as su
-    from sinkutils.study.trainer import train
+    from sinkutils.study.train import train
 
     warnings.simplefilter(
         "error", UserWarning
@@ -136,7 +136,7 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     import sinkutils as su
     from sinkutils.study.record import read_record, record_folder
     from sinkutils.study.store import Runs
-    from sinkutils.study.trainer import read_checkpoint
+    from sinkutils.study.train import read_checkpoint
 
     whole, broken = (
         record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken")

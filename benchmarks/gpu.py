@@ -16,10 +16,9 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.study.corpus import load_corpus
-from sinkutils.study.graph import GraphedStep
-from sinkutils.study.grid import PRESETS, config
-from sinkutils.study.run import Run, usable_precision
-from sinkutils.study.trainer import device_name, reproducible
+from sinkutils.study.grid import config, presets
+from sinkutils.study.step import GraphedStep, device_name, reproducible, usable_precision
+from sinkutils.study.train import Run
 
 GIB = 2**30
 FORMS = ("eager", "graph", "compiled", "compiled graph")
@@ -62,7 +61,7 @@ def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if compile:
-        run.forward = torch.compile(run.loss)
+        run.forward = torch.compile(run.task.loss)
     ready = 3 * seconds(run.advance, 3, device)
     took = min(seconds(run.advance, steps, device) for _ in range(rounds))
     rate = run.tokens_per_step / took
@@ -78,7 +77,7 @@ def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--preset", default="gpu", choices=list(PRESETS))
+    arguments.add_argument("--preset", default="gpu", choices=list(presets()))
     arguments.add_argument("--experiment", default="default")
     arguments.add_argument("--corpus", help="in place of the preset's, such as packed:FILE")
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

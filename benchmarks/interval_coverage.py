@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.readings import Readings
-from sinkutils.study.grid import EXPERIMENTS, resolve
+from sinkutils.study.grid import by_name, resolve
 
 STUDIES, SETTINGS = 60, 100
 MEDIAN_SPREAD, SPREAD_OF_SPREADS = (
@@ -25,7 +25,7 @@ def main() -> None:
     """Print the coverage of levels and differences by tenth of the settings, from the quietest on."""
     draw = np.random.default_rng(0)
     base = resolve("base", "laptop")
-    names = [e.name for e in EXPERIMENTS.values() if e.base and "laptop" in e.presets]
+    names = [e.name for e in by_name().values() if e.base and "laptop" in e.presets]
     names = [name for name in names if resolve(name, "laptop") == name != base][:SETTINGS]
     spreads = np.sort(MEDIAN_SPREAD * np.exp(draw.normal(0, SPREAD_OF_SPREADS, len(names))))
     covered = {kind: np.zeros(len(names)) for kind in ("level", "difference")}

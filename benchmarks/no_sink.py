@@ -21,7 +21,7 @@ from sinkutils import paths
 from sinkutils.measuring import surgery
 from sinkutils.measuring.probes import Subject
 from sinkutils.names import subject
-from sinkutils.study.trainer import train
+from sinkutils.study.train import train
 
 NAMES = ("weight_decay_0", "gate_head", "softpick", "sigmoid_normalised")
 TEXTS, T = 32, 64

@@ -46,7 +46,7 @@ def seconds(code: str, checkout: Path, home: Path | None) -> float:
 def copies(home: Path) -> int:
     """RECORDS records below `home`, the same values under the name and config of one run each."""
     from sinkutils.paths import RUNS
-    from sinkutils.study.grid import EXPERIMENTS, config, resolve
+    from sinkutils.study.grid import by_name, config, resolve
     from sinkutils.study.record import read_record, record_folder, write_record
 
     like = read_record(
@@ -54,7 +54,7 @@ def copies(home: Path) -> int:
     )
     names = [
         e.name
-        for e in EXPERIMENTS.values()
+        for e in by_name().values()
         if "laptop" in e.presets and resolve(e.name, "laptop") == e.name
     ]
     plan = [(name, seed) for seed in range(3) for name in names][:RECORDS]

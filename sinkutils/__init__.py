@@ -23,7 +23,7 @@ _HOMES = {
     "load_corpus": "study.corpus",
     "config": "study.grid",
     "experiments": "study.grid",
-    "train": "study.trainer",
+    "train": "study.train",
     "record": "study.store",
     "runs": "study.frames",
     "blocks": "study.frames",

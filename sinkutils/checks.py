@@ -9,10 +9,10 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def require(condition: bool, message: str) -> None:
@@ -104,7 +104,7 @@ def fields(config: Any, **least: float) -> None:
             instance(name, value, tuple)
         elements = []
         for element in value if several else (value,):
-            if isinstance(element, np.generic):
+            if type(element).__module__ == "numpy" and hasattr(element, "item"):
                 element = element.item()
             if kind is int:
                 integer(name, element, int(least.get(name, 1)))
@@ -126,6 +126,8 @@ def first_line(error: BaseException) -> str:
 
 def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     """Check that values is a list, array or tensor of numbers, and return them as floats."""
+    import numpy as np
+
     try:
         (_,) = np.shape(values)  # one dimension
         return tuple(map(float, values))
@@ -139,6 +141,8 @@ def device(name: str | torch.device | None) -> torch.device:
     Raises ValueError for a name that PyTorch does not know, and for a GPU that does not exist. A
     computation that is meant for a GPU never falls back to the CPU.
     """
+    import torch
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = f"device must be cpu, cuda, cuda:0, .. or mps; got {str(name)!r}"

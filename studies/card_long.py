@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from sinkutils.checks import device as find_device
 from sinkutils.study import grid
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.graph import GraphedStep
-from sinkutils.study.run import Run, next_token_loss
-from sinkutils.study.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
+from sinkutils.study.step import GraphedStep, conditions_of, may_graph, reproducible
+from sinkutils.study.task import next_token_loss
+from sinkutils.study.train import Run, evaluated, save_run
 
 RUNS = Path("/tmp/card-long")
 PART_BYTES = 2**21  # of weights: small parts leave no large gap at the end of an archive

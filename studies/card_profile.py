@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend
 from sinkutils.checks import device as find_device
 from sinkutils.study import grid
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.graph import GraphedStep
-from sinkutils.study.run import Run
-from sinkutils.study.trainer import reproducible
+from sinkutils.study.step import GraphedStep, reproducible
+from sinkutils.study.train import Run
 
 preset, folder, *sizes = sys.argv[1:]
 device, corpus = find_device(os.environ.get("CARD_DEVICE", "cuda")), Corpus(Path(folder))

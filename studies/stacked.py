@@ -23,11 +23,18 @@ from sinkutils.measuring.report import Report
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.graph import GraphedStep
-from sinkutils.study.record import Record
-from sinkutils.study.run import Run, make_optimizers, set_rate, without
-from sinkutils.study.store import Folder, Runs
-from sinkutils.study.trainer import conditions_of, evaluated, may_graph, reproducible, save_run
+from sinkutils.study.record import Folder, Record
+from sinkutils.study.step import (
+    GraphedStep,
+    conditions_of,
+    make_optimizers,
+    may_graph,
+    reproducible,
+    set_rate,
+)
+from sinkutils.study.store import Runs
+from sinkutils.study.task import without
+from sinkutils.study.train import Run, evaluated, save_run
 
 
 def alike(config: RunConfig) -> tuple:
@@ -98,7 +105,7 @@ class Stack:
         logits = without(logits.flatten(0, 1), self.unscored)
         targets = batch[:, :, 1:].flatten(0, 1)
         targets = without(targets, self.unscored)
-        # Not CrossEntropy of run.py, which has but one mean.
+        # Not CrossEntropy of task.py, which has but one mean.
         logits = logits.flatten(0, 1).float()
         each = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return each.view(len(batch), -1).mean(dim=1)
@@ -176,7 +183,7 @@ def train_stacked(
             form = conditions_of(missing[0], compiled=False, graph=together.graph is not None)
             for run in missing:
                 run.parts.append(form)
-                run.more["stacked"] = len(missing)
+                run.task.more["stacked"] = len(missing)
                 run.evaluate([])
             for run, reason, report in to_their_ends(together):
                 save_run(run, folders[run], reason, report, keep_weights(run.config))

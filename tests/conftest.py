@@ -13,9 +13,8 @@ import torch
 
 from sinkutils import LMConfig, paths
 from sinkutils.study import grid
-from sinkutils.study.config import RunConfig, TrainConfig
+from sinkutils.study.config import DataConfig, RunConfig, TrainConfig
 from sinkutils.study.corpus import Corpus, load_corpus, verified, write_meta
-from sinkutils.study.packing import DataConfig
 
 WORDS = (
     "attention sink token head query key value softmax norm layer model train loss data first second weight decay "
@@ -23,9 +22,9 @@ WORDS = (
 ).split()
 
 # What is tested at smoke does not need the steps that a sink needs there.
-SMOKE = grid.PRESETS["smoke"]
+SMOKE = grid.presets()["smoke"]
 SHORT = dataclasses.replace(SMOKE.train, steps=60, batch_size=8, eval_every=20)
-grid.PRESETS["smoke"] = dataclasses.replace(SMOKE, train=SHORT)
+grid.presets()["smoke"] = dataclasses.replace(SMOKE, train=SHORT)
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,9 @@ from sinkutils.measuring import passes
 from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.paths import ROOT
-from sinkutils.study.grid import EXPERIMENTS, config, unavailable
+from sinkutils.study.grid import by_name, config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
-from sinkutils.study.run import Run
+from sinkutils.study.train import Run
 
 CPU = torch.device("cpu")
 END = {"step": 60, "sink_1": 0.0, "valid_loss": 3.0}  # the least that the end of a run may say
@@ -38,7 +38,7 @@ SHAPE |= {"hidden_size": 16, "intermediate_size": 24}
 def architectures() -> dict[str, dict[str, Any]]:
     """Fields of a small model: what the experiments train at smoke, by the first name of each, and combinations."""
     trained: dict[str, dict[str, Any]] = {}
-    rows = [e.name for e in EXPERIMENTS.values() if "smoke" in e.presets]
+    rows = [e.name for e in by_name().values() if "smoke" in e.presets]
     for name in (name for name in rows if name not in unavailable("smoke")):
         fields = {k: v for k, v in vars(config(name, "smoke").model).items() if k not in SHAPE}
         if (fields["attention"].bias_dims or 0) <= 8 and fields not in trained.values():

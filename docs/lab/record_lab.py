@@ -26,7 +26,7 @@ from sinkutils.plots.interactive import maps_of
 from sinkutils.plots.lab import SOURCES, own_text
 from sinkutils.plots.lab import packed as deflated
 from sinkutils.study.config import RunConfig
-from sinkutils.study.packing import fix_position
+from sinkutils.study.task import fix_position
 
 CHECKPOINTS = PAGE.parents[2] / "data" / "lab"
 MODELS = ("fixed_1", "k_bias", "sigmoid", "default", "learnable_random_1_unscored")
@@ -130,7 +130,7 @@ def real_models(sentences: list[str]) -> dict:
         for sentence in sentences:
             plain = words.encode(sentence, add_special_tokens=False)
             for ids in (plain, [words.bos_token_id, *plain]):
-                weights, shades = maps_of(model, torch.tensor([ids]), heads)
+                weights, shades = maps_of(model, torch.tensor([ids]), heads, len(ids))
                 alpha = weights[0, :, :, 0].mean(axis=-1).astype(float).round(4).tolist()
                 labels = [token_label(token, words) for token in ids]
                 texts.append({"labels": labels, "alpha": alpha})

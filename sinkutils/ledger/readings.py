@@ -19,7 +19,7 @@ from sinkutils import paths
 from sinkutils.ledger.quantities import BORROWS, Numbers, as_judged, of_run
 from sinkutils.ledger.statistics import LEAST_SETTINGS, Estimate, Prior, fit_prior, moderated, welch
 from sinkutils.study.config import Json
-from sinkutils.study.grid import find_preset, resolve
+from sinkutils.study.grid import by_name, find_preset, resolve
 from sinkutils.study.record import SUMS, Folder
 from sinkutils.study.store import Runs
 
@@ -184,10 +184,10 @@ def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
 def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
     runs: dict[str, Seeds] = {}
     for record in store.entries(preset):
-        if record.status not in ("done", "failed"):
+        # A variant of one's own is no experiment of the study, and moves no verdict.
+        if record.status not in ("done", "failed") or record.experiment not in by_name():
             continue
-        curve = record.arrays.get("curve")
-        alpha = None if curve is None else curve.numpy()
+        alpha = record.read_arrays().get("curve")
         metrics: Json = {**record.metrics}
         seeds = runs.setdefault(record.experiment, {})
         seeds[record.seed] = of_run(record.config, metrics, alpha)

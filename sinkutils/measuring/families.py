@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -121,10 +122,19 @@ def streams_of(family: str, x: Tensor, width: int) -> Tensor | None:
     return x.movedim(axis if axis >= 0 else 2, 1) if x.ndim == 4 else None
 
 
+def aside_from_text(base: nn.Module) -> set[nn.Module]:
+    """The modules that attend to images, to sound or to an encoder's states."""
+    return {module for name, module in base.named_modules() if NOT_TEXT.search(name)}
+
+
 def is_of_transformers(function: Any) -> bool:
     """Whether a function is written in transformers itself, and was not registered from outside."""
-    function = getattr(function, "func", function)  # the function inside a functools.partial
-    return home_of(function).startswith("transformers.")
+    if isinstance(function, partial):
+        # So transformers registers a kernel. Other arguments are somebody's own.
+        if function.args or set(function.keywords) - {"implementation"}:
+            return False
+        function = function.func
+    return home_of(inspect.unwrap(function)).startswith("transformers.")
 
 
 def home_of(function: Any) -> str:
@@ -150,12 +160,22 @@ def shown_in_any(mask: Tensor) -> Tensor:
     return shown(mask).reshape(-1, queries, keys).any(dim=0)
 
 
-def window_of(mask: Tensor) -> int | None:
+def sees_others(mask: Tensor, texts: Sequence[slice]) -> bool:
+    """Whether a mask (.., T, T) shows one of the texts in a row a key in front of the text."""
+    seen = shown_in_any(mask)
+    return any(bool(seen[text, : text.start].any()) for text in texts)
+
+
+def window_of(mask: Tensor, texts: Sequence[slice] = ()) -> int | None:
     """The width of the sliding window, if the mask (.., T, T) is one; None otherwise.
 
     The mask may be boolean or additive.
+    texts: where texts stand in the row; the longest shows its window.
     """
     seen = shown_in_any(mask)  # (T, T)
+    if texts:
+        longest = max(texts, key=lambda text: text.stop - text.start)
+        seen = seen[longest, longest]
     width = int(seen[-1].sum())  # keys that the last query sees
     if width == len(seen):
         return None
@@ -244,16 +264,44 @@ class Call(NamedTuple):
         return mask.masked_fill(hidden, lowest)
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as eager functions add it to the logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def as_named(call: Call, function: Function) -> Any:
+    """The output of the attention function that the model names, for a module that is not read."""
+    mask = call.mask
+    if mask is not None and function is call.eager:
+        mask = additive(mask, call.q.dtype)
+    return function(call.module, call.q, call.k, call.v, mask, **call.kwargs)[0]
+
+
+def by_registered(call: Call, function: Function, name: str) -> tuple[Tensor, Tensor]:
+    """The output and the weights (B, H, T, S) of an attention function that somebody registered.
+
+    name: its name in AttentionInterface. Raises ValueError if it returns no such weights.
+    """
+    out, *others = function(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
+    shape = (*call.q.shape[:3], call.k.shape[2])
+    for weights in others:
+        if isinstance(weights, Tensor) and weights.shape == shape:
+            return out, weights
+    raise ValueError(
+        f"the attention function {name!r} is none of transformers', and returns no weights "
+        f"{shape} behind its output: let it return them, and they are what is measured"
+    )
+
+
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Compute some queries, `rows` (R,), of a call by the family's own eager attention.
 
     Returns the output (B, R, H, D) and the weights (B, H, R, S).
     """
-    mask = call.mask_of(rows, call.columns)
-    if mask.dtype == torch.bool:  # eager functions add the mask to the logits
-        lowest = torch.finfo(call.q.dtype).min
-        zeros = torch.zeros_like(mask, dtype=call.q.dtype)
-        mask = zeros.masked_fill(~mask, lowest)
+    mask = additive(call.mask_of(rows, call.columns), call.q.dtype)
     if mask.ndim == 2:
         mask = mask[None, None]  # (1, 1, R, S)
     call = call._replace(q=call.q[:, :, rows])

@@ -17,9 +17,9 @@ weights that their eager attention returns.
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
@@ -33,8 +33,8 @@ from transformers.masking_utils import sdpa_mask
 from sinkutils.checks import require
 from sinkutils.measuring import families, older, refusals
 from sinkutils.measuring.families import Call, Function
-from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Comparing, Measuring, Pass
-from sinkutils.measuring.refusals import handed_over
+from sinkutils.measuring.passes import Checking, Comparing, Looking, Measuring, Pass
+from sinkutils.measuring.refusals import Arguments, handed_over, parameters_of
 from sinkutils.measuring.tally import LeftAsFound
 
 # The model that is being measured. Other threads may run the same patched classes in the meantime.
@@ -65,12 +65,10 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
             state.set(config, "_attn_implementation_internal", "eager")
     elif older.NEEDED:
         older.let_ask(watched.layers, lambda: _current.get() is watched, state)
-    for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl:
-            # Code compiled by torch.compile does not call our hooks: run the original code instead.
-            stance = torch.compiler.set_stance("force_eager")
-            state.steps.append(partial(stance.__exit__, None, None, None))
-            break
+    if "torch._dynamo" in sys.modules:  # something may be compiled
+        # Code compiled by torch.compile does not call our hooks: run the original code instead.
+        stance = torch.compiler.set_stance("force_eager")
+        state.steps.append(partial(stance.__exit__, None, None, None))
     watched.hook(state)
     return watched
 
@@ -94,7 +92,10 @@ def _mask(self: AttentionMaskInterface, key: str) -> Function:
     Our attention functions read the masks of "sdpa", whatever function the model names.
     """
     watched = _current.get()
-    if watched is None or watched.doing.as_named or watched.legacy:
+    # A function that somebody registered gets the mask that belongs to it.
+    own = AttentionInterface._global_mapping.get(key)
+    foreign = own is not None and not families.is_of_transformers(own)
+    if watched is None or watched.doing.as_named or watched.legacy or foreign:
         function: Function = _get_mask(self, key)
         return function
     # "sdpa" leaves out a mask that is merely causal. Modules with is_causal = False need it.
@@ -121,6 +122,7 @@ class Capture:
         # indices of blocks without attention are left out.
         self.blocks, self.layers, self.places = families.attention_layers(self.base)
         self.modules = set(self.base.modules())
+        self.aside = families.aside_from_text(self.base)
         # True: the module asks the interface for its attention function. False: it does not.
         chooses = {families.chooses_attention(module) for module in self.layers}
         if len(chooses) > 1:
@@ -138,9 +140,13 @@ class Capture:
         # of each layer that has one shorter than the text.
         self.named: set[str] = set()
         self.windows: dict[int, int] = {}  # layer -> number of keys that a query sees
-        # The last mask and its window: `_note_window` need not look at the same mask again.
+        # The last mask and its window: `_note_mask` need not look at the same mask again.
         self.mask: Tensor | None = None
         self.window: int | None = None
+        # Of texts that are packed in a row: in how many layers they were noted, and in how many of
+        # these a text saw one before it.
+        self.layers_packed: set[int] = set()
+        self.layers_mixed: set[int] = set()
 
     @property
     def path(self) -> str:
@@ -158,6 +164,31 @@ class Capture:
         if fused == layers:
             return "fused"
         return f"fused in {fused} of {layers} layers" if fused else "exact"
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What the forward that runs takes beside the ids."""
+        # We ask for weights only where it is needed, because the request leaves hooks of
+        # transformers on the model. Some modules have no such argument, because they always return
+        # their weights.
+        asked = self.legacy and all("output_attentions" in parameters_of(m) for m in self.layers)
+        return Arguments(self.outer, self.model, self.base, asked)
+
+    def takes(self, name: str, value: Any) -> bool | None:
+        """Whether the forward takes an entry of this name; None: see what it does there."""
+        return self.arguments.takes(name)
+
+    @property
+    def packed(self) -> str:
+        """Whether texts that were packed in a row saw each other, in words; "" if none were."""
+        if not self.layers_packed:
+            return ""
+        mixed = len(self.layers_mixed)
+        if mixed:
+            return f"see the texts before them in {mixed} of {len(self.layers_packed)} layers"
+        if len(self.blocks) > len({*self.places.values()}):
+            return "kept apart in attention; layers without it may carry one into the next"
+        return "kept apart"
 
     # --- hooks
 
@@ -205,11 +236,16 @@ class Capture:
         config = self.config.get_text_config()
         width = getattr(config, "hidden_size", None) or self.table.shape[1]
         found = None
+        longer = 0
         for x in tree_leaves(values):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
             streams = families.streams_of(config.model_type, x, width)
-            if streams is None or (len(streams), streams.shape[2]) != self.shape:
+            if streams is None or len(streams) != self.shape[0]:
+                continue
+            if streams.shape[2] != self.shape[1]:
+                if streams.shape[3] == width:
+                    longer = streams.shape[2]
                 continue
             if streams.shape[3] == width:
                 return streams
@@ -217,6 +253,7 @@ class Capture:
             # tensor for the case that no other one fits.
             found = streams if found is None else found
         if found is None:
+            refusals.check_length(self.kind, longer or self.shape[1], self.shape[1])
             raise ValueError(
                 f"{self.kind} has a block that shows no hidden states (B, T, d): give norms=False"
             )
@@ -224,17 +261,17 @@ class Capture:
 
     def _see_weights(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Read the weights that a legacy module returns, and take them out of its output."""
-        length = self.shape[-1]
         maps = []
         for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-2:] == (length, length):
+            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-1] == x.shape[-2]:
                 maps.append(x)
         if len(maps) != 1:
             return output  # the module is not counted, and `finish` will report it
         (weights,) = maps  # (B, H, T, T)
+        refusals.check_length(self.kind, weights.shape[-1], self.shape[1])
         layer = self.layers[module]
         self.calls[module] += 1
-        self._note_window(layer, weights > 0)
+        self._note_mask(layer, weights > 0)
         self.doing.weights(layer, weights)
         if not isinstance(output, tuple | list):
             return output
@@ -264,6 +301,8 @@ class Capture:
         call = Call(module, query, key, value, attention_mask, kwargs, eager)
         if module not in self.modules:  # of another model in this thread, such as a draft
             return families.chunk(call, call.rows)[0], None
+        if module in self.aside:  # an encoder of images, for instance
+            return families.as_named(call, function), None
         length = query.shape[2]
         # More keys than tokens would be keys of a cache or an encoder, which are not in the text.
         if module not in self.layers or key.shape[2] != length + self.doing.front:
@@ -271,63 +310,83 @@ class Capture:
                 f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: "
                 "alpha_k is of tokens, in layers that stand in one list of blocks"
             )
+        refusals.check_length(self.kind, length, self.shape[1])
         refusals.check_heads(self.model, query.shape[1])
         self.calls[module] += 1
-        self.named.add(name)
         layer = self.layers[module]
         # The functions of transformers compute the same as the eager one, and `check` verifies it.
-        # A function that somebody else registered may compute anything.
+        # One that somebody else registered may compute anything: it shows its own weights.
         if function is not eager and not families.is_of_transformers(function):
-            raise ValueError(
-                f"{self.kind} has an attention {name!r} that is none of transformers': measure it "
-                "after model.set_attn_implementation('eager')"
-            )
+            out, weights = self.doing.registered(call, layer, function, name)
+            self._note_mask(layer, weights > 0)
+            return out, None
+        self.named.add(name)
         refusals.check_call(call, name, self.kind)
-        self._note_window(layer, attention_mask)
+        self._note_mask(layer, attention_mask)
         return self.doing.attention(call, layer), None
 
-    def _note_window(self, layer: int, mask: Tensor | None) -> None:
-        """Remember the layer's sliding window, if its mask (.., T, T) shows one."""
-        if mask is None or self.doing.front:
+    def _note_mask(self, layer: int, mask: Tensor | None) -> None:
+        """Remember what the mask (.., T, T) of a layer shows: its window, texts that are mixed.
+
+        mask: True, or no large negative number, where a key is seen; None: causal.
+        """
+        if self.doing.front:
             return
-        if mask is not self.mask:  # several layers often share one mask
-            self.mask = mask
-            self.window = families.window_of(mask)
-        if self.window:
-            self.windows[layer] = self.window
+        texts = self.doing.texts
+        if mask is None:
+            mixed = any(text.start > 0 for text in texts)
+        else:
+            if mask is not self.mask:  # several layers often share one mask
+                self.mask = mask
+                self.window = families.window_of(mask, texts)
+            if self.window:
+                self.windows[layer] = self.window
+            mixed = bool(texts) and families.sees_others(mask, texts)
+        if len(texts) > 1:
+            self.layers_packed.add(layer)
+        if mixed:
+            self.layers_mixed.add(layer)
 
     # --- passes
 
-    def run(self, ids: Tensor) -> None:
+    def is_changed_by(self, name: str, ids: Tensor, entries: Mapping[str, Any]) -> bool:
+        """Whether an entry changes the hidden states of the pass on ids (B, T)."""
+        measuring = self.doing
+        without = {other: x for other, x in entries.items() if other != name}
+        seen = []
+        try:
+            for given in (without, entries):
+                self.doing = looking = Looking()
+                self.start(ids)
+                self._pass(ids, given)
+                seen.append(looking.hidden)
+        except TypeError:  # something inside does not take it
+            return False
+        finally:
+            self.doing = measuring
+        before, after = seen
+        if before is None or after is None:  # no block showed its hidden states
+            return True
+        return not torch.equal(before, after)
+
+    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """Run one forward pass on ids (B, T). Raises ValueError if a layer showed no attention."""
         self.start(ids)
-        self._pass(ids)
+        self._pass(ids, entries)
         self.finish()
 
-    def _pass(self, ids: Tensor) -> None:
-        self.outer(input_ids=ids.to(self.device), **self.options)
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the forward pass beside the ids, of those that the model accepts."""
-        options: dict[str, Any] = {"use_cache": False}
-        # Some modules have no such argument, because they always return their weights. We ask only
-        # where it is needed: the request would leave transformers' own hooks on the model.
-        if self.legacy and all("output_attentions" in _parameters(m) for m in self.layers):
-            options["output_attentions"] = True
-        parameters = _parameters(self.outer)
-        if "logits_to_keep" in parameters:
-            options["logits_to_keep"] = 1  # all logits would cost more than the blocks do
-        kinds = {parameter.kind for parameter in parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD in kinds:  # the model's forward accepts **kwargs
-            return options
-        return {name: value for name, value in options.items() if name in parameters}
+    def _pass(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
+        given = dict(self.arguments.options)
+        for name, x in entries.items():
+            given[name] = x.to(self.device) if isinstance(x, Tensor) else x
+        self.arguments.check(given)
+        self.outer(input_ids=ids.to(self.device), **given)
 
     @property
     def tokens_a_batch(self) -> int:
         """The most tokens in one forward pass, so that it computes at most 2**27 logits."""
         # No logits are computed if we call `base`, and next to none with `logits_to_keep`.
-        if self.outer is self.base or "logits_to_keep" in self.options:
+        if self.outer is self.base or "logits_to_keep" in self.arguments.options:
             return 2**27
         return 2**27 // self.vocabulary
 
@@ -353,40 +412,54 @@ class Capture:
             elif self.calls[module] == 0:
                 reason = f"{names[module]} {refusals.SILENT}"
             elif self.calls[module] > 1:
+                times = {self.calls[other] for other in self.layers}
                 reason = f"{names[module]} {refusals.TWICE}"
+                if len(times) == 1 and len(self.layers) > 1:
+                    reason = (
+                        f"its layers run {max(times)} times a token, so that none has one attention"
+                    )
             require(not reason, f"{self.kind} cannot be measured: {reason}")
 
-    def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
-        """Raise ValueError if rows are too long for the model, or its attention cannot be read.
+    def check_positions(self, positions: int) -> None:
+        """Raise ValueError if a row has more positions than the model knows."""
+        refusals.check_positions(self.model, self.table, positions)
 
-        Attention cannot be read in two cases: a token attends to later tokens, or the function that
-        the model names disagrees with the eager function, whose weights we read.
-        run: whether to test for these two cases, by running a short text made of the rows' tokens.
+    def check(self, text: Tensor, ids: Tensor, entries: Mapping[str, Any]) -> None:
+        """Raise ValueError if the attention of the model cannot be read.
+
+        There are two such cases: a token attends to later tokens, or the function that the model
+        names disagrees with the eager function, whose weights we read.
+        text: (1, T), a short one without a token twice. ids, entries: a pass to come, which is
+            looked at instead if the model does not run on the text alone.
         """
-        longest = max(len(row) for row in rows)
-        refusals.check_positions(self.model, self.table, longest)
-        if not run or longest == 1:
-            return
-        # The text has no token twice: equal tokens would get even weights, and hide any error.
-        tokens = torch.cat(list(rows)).unique()
-        text = tokens[: min(longest, CHECK_TOKENS)]
-        if len(text) == 1:
-            another = (text + 1) % self.vocabulary
-            text = torch.cat([text, another])
-        batch = text[None]  # (1, T)
         measuring = self.doing
+        try:
+            try:
+                self._check(text, {})
+            except refusals.Unreadable:
+                raise
+            except Exception:  # hooks, for instance, may be made for the ids' own shape
+                self._check(ids, entries)
+        finally:
+            self.doing = measuring
+
+    def _check(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
+        """`check`, by the pass on ids (B, T)."""
         self.doing = checking = Checking(self.kind)
-        self.run(batch)  # by the eager function, with our masks
+        self.run(ids, entries)  # by the eager function, with our masks
         self.doing = comparing = Comparing(checking.calls)
         if not self.named <= {"eager"}:  # by the named function, with its own masks
-            self._pass(batch)
-        self.doing = measuring
-        if comparing.differs:
-            reason = ": with is_causal off it sees later tokens" if self.needs_mask else ""
-            raise ValueError(
-                f"{self.kind} computes something else by its attention {comparing.differs!r} than "
-                f"by the family's eager one, which is read{reason}; measure it after "
-                "model.set_attn_implementation('eager')"
+            self._pass(ids, entries)
+        named = comparing.differs
+        if named and self.needs_mask:
+            raise refusals.Unreadable(
+                f"{self.kind} sees later tokens by its attention {named!r}, with is_causal off"
+            )
+        if named:
+            raise refusals.Unreadable(
+                f"{self.kind} computes something else by its attention {named!r} than by the "
+                "family's eager one, whose weights are read. A function of your own that returns "
+                "its weights is read itself; 'eager' would be another model"
             )
 
 
@@ -402,8 +475,3 @@ def _embedding(model: Any) -> Tensor:
         kind = type(model).__name__
         raise ValueError(f"{kind} embeds no tokens: sinks are measured on causal LMs")
     return table
-
-
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a module's forward method, by name."""
-    return inspect.signature(module.forward).parameters

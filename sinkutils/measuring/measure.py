@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import instance, integer, require, short
+from sinkutils.checks import integer, require, short
+from sinkutils.measuring.batches import Ids, Inputs
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
 from sinkutils.model.decoder import TransformerLM
 
+CHECK_TOKENS = 16  # the most tokens in the text of the check
 TOKENS_A_BATCH = 8192  # the default batch_size gives about this many tokens per forward pass
 
 
 def measure(
     model: nn.Module,
-    ids: Tensor,
+    ids: Ids,
     targets: Sequence[int] = (1,),
     epsilons: Sequence[float] = (0.3,),
     *,
@@ -40,13 +41,17 @@ def measure(
         by hooks or a forward of your own, the changed model is measured. Afterwards it is in the
         same state as before, also after an exception or an interrupt. If FSDP2 shards the model,
         every process has to call this function.
-    ids: (samples, T), or what a tokenizer returns (`return_tensors="pt"`), including its mask.
+    ids: (samples, T), or what a tokenizer or a trainer's collator returns, with all its entries:
+        those that the model's forward takes and that change its pass are handed to it.
     targets: the positions k for which alpha_k is computed, counted from 1.
     epsilons: the thresholds of Sink_k^eps in the printed table.
     attention_mask: (samples, T), 1 at tokens and 0 at padding. Padding is cut off, and sequences of
         equal length run together. So a padded sequence has the same numbers as without padding,
         and its positions count from its first token. Sequences shorter than the largest target are
-        skipped and counted. Packed texts (masks with 1 and 2) are refused.
+        skipped and counted.
+        Several texts may be packed in a row: masks of 1, 2, .., position_ids that restart,
+        cu_seq_lens and seq_idx tell of them. Such a row runs as it is, and each of its texts is a
+        sample. Whether the model keeps them apart is said in `Report.packed`.
     batch_size: sequences per forward pass; None: about 8192 tokens.
     norms: whether l2-norms are measured.
     heads: 0-based (layer, head) pairs whose maps A_ij, queries and keys are kept (`Kept`).
@@ -70,14 +75,10 @@ def measure(
         f"model must be a TransformerLM or a transformers model, got {type(model).__name__}",
     )
     # --- the arguments, checked before anything runs
-    if isinstance(ids, Mapping):  # a tokenizer's BatchEncoding
-        if attention_mask is None:
-            attention_mask = ids.get("attention_mask")
-        names = ", ".join(map(str, ids))
-        require("input_ids" in ids, f"ids has no input_ids, but {names}")
-        ids = ids["input_ids"]
-    rows, skipped = sequences(ids, attention_mask, targets)
-    targets = check_targets(targets, ids.shape[1])
+    inputs = Inputs(ids, attention_mask, targets)
+    texts = inputs.texts
+    lengths = inputs.lengths
+    targets = check_targets(targets, inputs.ids.shape[1])
     epsilons = check_epsilons(epsilons)
     if batch_size is not None:
         batch_size = integer("batch_size", batch_size, least=1)
@@ -88,14 +89,12 @@ def measure(
     )
     check_weights(model)
     firsts = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
-    if attention_mask is None:
-        warn_of_padding(ids, model, firsts)
-    warn_of_two_bos(rows, firsts)
-    # --- the forward passes: sequences of equal length run together, so that none needs padding
-    # We name the device, because torch.set_default_device may have set another one.
-    lengths = torch.tensor([len(row) for row in rows], device="cpu")
+    if "attention_mask" not in inputs.entries:
+        warn_of_padding(inputs.ids, model, firsts)
+    warn_of_two_bos(texts, firsts)
+    # --- the forward passes
     tally = Tally(targets, int(lengths.max()), norms, pairs)
-    order: list[int] = []  # the indices of the rows, in the order in which they run
+    order: list[int] = []  # the indices of the texts, in the order in which they run
     state = LeftAsFound()
     # Entered twice: if an interrupt stops the inner context while it restores the model, the outer
     # one restores it.
@@ -112,27 +111,30 @@ def measure(
             from sinkutils.measuring.passes import Measuring
 
             source = observe(model, Measuring(tally, exact), state)
-        check_range(rows, source.vocabulary)
-        source.check(rows, check)
-        tokens = min(TOKENS_A_BATCH, source.tokens_a_batch)
-        for length in lengths.unique().tolist():
-            same = (lengths == length).nonzero()[:, 0]
-            samples = batch_size or max(1, tokens // length)
-            for indices in same.split(samples):
-                batch = torch.stack([rows[i] for i in indices])  # (B, T)
-                source.run(batch)
-                tally.refuse_heads()
-                order += indices.tolist()
-    # --- the report: `places` restores the order of the ids
+        tokens = check_range(texts, source.vocabulary)
+        inputs.keep(source)
+        source.check_positions(inputs.positions)
+        batches = list(inputs.batches(min(TOKENS_A_BATCH, source.tokens_a_batch), batch_size))
+        longest = batches[-1]
+        if check and inputs.positions > 1:
+            source.check(short_text(tokens, inputs.positions), longest.ids, longest.entries)
+        for batch in batches:
+            tally.texts = batch.texts
+            source.run(batch.ids, batch.entries)
+            tally.refuse_heads()
+            order += batch.places
+    # --- the report: `places` restores the order of the texts
     places = torch.tensor(order, device="cpu").argsort()
     report = tally.report(source, places, lengths, epsilons)
     report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-    report.skipped = skipped
-    report.digest = digest(rows)
+    report.skipped = inputs.skipped
+    report.digest = digest(texts)
+    report.packed = source.packed
     if bos is None and firsts:
-        bos = all(int(row[0]) in firsts for row in rows)
+        bos = all(int(text[0]) in firsts for text in texts)
     report.bos = bos
     warn_of_short_texts(report)
+    warn_of_mixed_texts(report)
     return report
 
 
@@ -156,18 +158,32 @@ def check_weights(model: nn.Module) -> None:
                 )
 
 
-def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
-    """Refuse token ids outside the vocabulary.
+def check_range(rows: Sequence[Tensor], vocabulary: int) -> Tensor:
+    """Refuse token ids outside the vocabulary. Returns all ids, one after the other.
 
     Their look-up on a GPU fails in such a way that the process cannot use the GPU any more.
     """
     # All rows at once, because each comparison waits for the device.
-    low, high = torch.cat(list(rows)).aminmax()
+    tokens = torch.cat(list(rows))
+    low, high = tokens.aminmax()
     if low < 0 or high >= vocabulary:
         raise ValueError(
             f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
             f"got {low}..{high}"
         )
+    return tokens
+
+
+def short_text(tokens: Tensor, length: int) -> Tensor:
+    """A text for the check, (1, T), of at most 16 of the tokens.
+
+    It has no token twice: equal tokens would get even weights, and hide any error.
+    """
+    text: Tensor = tokens.unique()[: min(length, CHECK_TOKENS)]
+    if len(text) == 1:
+        other = text + 1 if text == 0 else text - 1
+        text = torch.cat([text, other])
+    return text[None]
 
 
 def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -190,60 +206,6 @@ def digest(rows: Sequence[Tensor]) -> str:
         total.update(ids.tobytes())
         total.update(b"|")  # so that two short rows differ from one long row
     return total.hexdigest()[:16]
-
-
-def dense(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a dense tensor, with a number at every place."""
-    instance(name, value, Tensor)
-    require(
-        value.layout == torch.strided and not (value.is_nested or value.is_meta),
-        f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device",
-    )
-
-
-def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
-    """The rows of ids without padding, and how many were skipped.
-
-    A row is skipped if it is shorter than the largest target. mask: (samples, T), or None.
-    """
-    dense("ids", ids)
-    require(
-        ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
-        "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
-        f"got {ids.dtype} of the shape {tuple(ids.shape)}",
-    )
-    longest = max(check_targets(targets, ids.shape[1]))
-    if mask is None:
-        return list(ids), 0
-    dense("attention_mask", mask)
-    require(
-        mask.shape == ids.shape,
-        f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}",
-    )
-    mask = mask.to(ids.device)
-    real = mask.bool()
-    require(
-        bool((mask == real).all()),
-        "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed "
-        "texts, marked 1, 2, .., are not supported: give each text a row of its own)",
-    )
-    steps = F.pad(real.int(), (1, 0)).diff(dim=1)  # 1 where tokens begin after padding
-    starts = (steps == 1).sum(dim=1)
-    require(
-        bool((starts == 1).all()),
-        "attention_mask has padding between the tokens of a row, or a row of padding: "
-        "put it at either end",
-    )
-    long = []
-    for row, is_token in zip(ids, real, strict=True):
-        tokens = row[is_token]
-        if len(tokens) >= longest:
-            long.append(tokens)
-    require(
-        len(long) > 0,
-        f"no row of ids has the {longest} tokens that target {longest} needs, without its padding",
-    )
-    return long, len(ids) - len(long)
 
 
 def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
@@ -295,6 +257,16 @@ def warn_of_short_texts(report: Report) -> None:
         warnings.warn(
             f"texts of {report.length} tokens are too short for eps = {eps:g}: even attention to "
             f"all keys has alpha_1 = {report.floor:.2f}. Look at the excess, or give longer texts",
+            stacklevel=3,
+        )
+
+
+def warn_of_mixed_texts(report: Report) -> None:
+    """Warn if texts that are packed in a row attend to those in front of them."""
+    if report.packed.startswith("see"):
+        warnings.warn(
+            f"the texts packed in a row {report.packed}, in the model's own pass: their first tokens "
+            "compete with those, and the numbers are not those of the texts alone",
             stacklevel=3,
         )
 

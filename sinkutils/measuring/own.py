@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class OwnModel:
 
     kind = "TransformerLM"
     path = "dense"
+    packed = ""
     tokens_a_batch = 2**27  # no limit in practice: `hidden` computes no logits
     edit: Edit | None = None
 
@@ -36,14 +37,24 @@ class OwnModel:
         self.vocabulary = cfg.vocab_size
         self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
 
-    def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
+    def takes(self, name: str, value: Any) -> bool:
+        """Nothing beside the ids: the forward takes one text a row."""
+        return False
+
+    def is_changed_by(self, name: str, ids: Tensor, entries: Mapping[str, Any]) -> bool:
+        return False
+
+    def check(self, text: Tensor, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """Nothing to check: our own model is causal, and shows the attention that it computes."""
+
+    def check_positions(self, positions: int) -> None:
+        """Nothing to check: the forward itself refuses more than it knows."""
 
     def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the hook unchanged, because threads do not share our own models."""
         return function
 
-    def run(self, ids: Tensor) -> None:
+    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """Run one forward pass on ids (B, T)."""
         self.model.hidden(ids.to(self.device), self)
 

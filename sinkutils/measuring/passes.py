@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, Function, repeat_heads, widened
-from sinkutils.measuring.refusals import LATER
+from sinkutils.measuring.refusals import LATER, Unreadable
 from sinkutils.measuring.tally import Edit, Tally, changed
 
 EXACT_ELEMENTS = 2**25  # attention weights in memory at a time: 128 MiB in float32
-CHECK_TOKENS = 16  # the most tokens in the text of a check
 ROWS = 512  # queries per kernel call, if there is a mask
 CHECK_ROWS = 32  # `proves_right` checks so many queries after each key, and so many over the text
 MOST_KEYS = 64  # with more chosen keys than these, computing whole rows is cheaper
@@ -45,12 +44,25 @@ class Pass:
     looks = False  # whether hidden states are read
     front = 0  # number of keys that a cache puts in front of the text
 
+    @property
+    def texts(self) -> Sequence[slice]:
+        """Where texts stand in a row that holds several."""
+        return ()
+
     def attention(self, call: Call, layer: int) -> Tensor:
         """Compute the output (B, T, H, D) of an attention module by its family's eager function."""
         return families.chunk(call, call.rows)[0]
 
+    def registered(
+        self, call: Call, layer: int, function: Function, name: str
+    ) -> tuple[Tensor, Tensor]:
+        """Compute output and weights by an attention function that somebody registered."""
+        out, weights = families.by_registered(call, function, name)
+        self.weights(layer, weights)
+        return out, weights
+
     def weights(self, layer: int, weights: Tensor) -> None:
-        """Read the weights (B, H, T, T) that a legacy attention module returns."""
+        """Read the weights (B, H, T, T) that an attention module or function returns."""
 
     def embedding(self, hidden: Tensor) -> None:
         """Read the input of the first block, (B, S, T, d), with S residual streams."""
@@ -85,19 +97,40 @@ class Measuring(Pass):
         # (module, whether there is a mask) -> whether the kernel proved right
         self.proved: dict[tuple[nn.Module, bool], bool] = {}
 
+    @property
+    def texts(self) -> Sequence[slice]:
+        return self.tally.texts or ()
+
     def attention(self, call: Call, layer: int) -> Tensor:
-        call = call._replace(hidden=self.hidden)
-        edit = self.edit
-        if edit is not None and layer in edit.layers:
-            x = getattr(call, edit.part)  # q, k or v
-            parts: Any = {edit.part: changed(edit.change, x)}
-            call = call._replace(**parts)
+        call = self._edited(call, layer)._replace(hidden=self.hidden)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
 
+    def registered(
+        self, call: Call, layer: int, function: Function, name: str
+    ) -> tuple[Tensor, Tensor]:
+        if self.hidden is not None:
+            raise ValueError(
+                "keys are hidden from transformers' own attention functions alone, and "
+                f"{name!r} is none of them"
+            )
+        call = self._edited(call, layer)
+        self.tally.add_qkv(layer, call.q, call.k, call.v)
+        return super().registered(call, layer, function, name)
+
     def weights(self, layer: int, weights: Tensor) -> None:
-        self.tally.add_weights(layer, [self.tally.reduced(layer, weights)])
+        of_text = weights[..., self.front :]
+        self.tally.add_weights(layer, [self.tally.reduced(layer, of_text, self.front > 0)])
+
+    def _edited(self, call: Call, layer: int) -> Call:
+        """The call, with the edit of surgery if this layer has one."""
+        edit = self.edit
+        if edit is None or layer not in edit.layers:
+            return call
+        x = getattr(call, edit.part)  # q, k or v
+        parts: Any = {edit.part: changed(edit.change, x)}
+        return call._replace(**parts)
 
     def embedding(self, hidden: Tensor) -> None:
         self.tally.add_norms("embedding", 0, hidden)
@@ -159,6 +192,18 @@ class Measuring(Pass):
         return torch.cat(outs, dim=1)
 
 
+class Looking(Pass):
+    """Keep the output of the last block, to see whether two passes differ."""
+
+    looks = True
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None
+
+    def block(self, layer: int, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
 class Checking(Pass):
     """Check that no token attends to a later one, and keep each module's call for `Comparing`."""
 
@@ -178,7 +223,7 @@ class Checking(Pass):
     def weights(self, layer: int, weights: Tensor) -> None:
         of_later_keys = weights.triu(1)
         if of_later_keys.abs().max() > 1e-6:
-            raise ValueError(f"{self.kind} {LATER}")
+            raise Unreadable(f"{self.kind} {LATER}")
 
 
 class Comparing(Pass):

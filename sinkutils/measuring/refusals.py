@@ -6,11 +6,14 @@ call. Each check raises a ValueError whose message takes one line.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
 
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
+from transformers.utils import find_labels
 
 from sinkutils.checks import require
 from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call, home_of
@@ -35,6 +38,10 @@ BLOCK_SPARSE = (
 TENSOR_PARALLEL = "tensor parallelism: a process has only a part of each layer; load it whole"
 
 
+class Unreadable(ValueError):
+    """The attention of a model was looked at, and cannot be read."""
+
+
 def handed_over(model: Any) -> tuple[nn.Module, Any]:
     """The module that we run, and the transformers model inside.
 
@@ -57,6 +64,7 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
     check_kind(inner)
     cut = cut_by(inner)
     require(cut is None, f"{type(inner).__name__} is cut over processes by {cut}")
+    check_compiled(model)
     for module in around:
         if _does_more(module):
             return module, inner
@@ -92,10 +100,123 @@ def _does_more(module: nn.Module) -> bool:
     # original one in `__wrapped__`.
     forward = vars(module).get("forward", type(module).forward)
     while forward is not None:
-        if not home_of(forward).startswith(("transformers.", "peft.", "torch.")):
+        # PEFT switches some methods on in its own forward (activated LoRA).
+        if not home_of(forward).startswith(("transformers.", "torch.")):
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+class Arguments:
+    """What the forward that runs takes beside the ids.
+
+    outer: the module that is called. model: the causal LM inside it. base: the part of it without
+    the unembedding. weights: whether to ask for attention weights.
+    """
+
+    def __init__(self, outer: nn.Module, model: Any, base: nn.Module, weights: bool) -> None:
+        self.kind = type(model).__name__
+        self.labels = find_labels(type(model))
+        self.parameters = parameters_of(outer)
+        kinds = {parameter.kind for parameter in self.parameters.values()}
+        self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds  # keyword arguments of any name
+        names = set(self.parameters)
+        if self.takes_any:
+            names |= _named_keywords(outer)
+            if outer is not base:  # a wrapper passes them on
+                names |= set(parameters_of(model)) | _named_keywords(model)
+        self.names = names
+        # What every pass gets
+        self.options: dict[str, Any] = {}
+        if self.takes_any or "use_cache" in names:
+            self.options["use_cache"] = False
+        if weights and (self.takes_any or "output_attentions" in names):
+            self.options["output_attentions"] = True
+        if "logits_to_keep" in names:
+            self.options["logits_to_keep"] = 1  # all logits would cost more than the blocks do
+
+    def takes(self, name: str) -> bool | None:
+        """Whether the forward takes an entry of this name.
+
+        None: it would disappear in the forward's **kwargs, so one has to see what it does there.
+        """
+        if name in self.labels:
+            return False  # it changes the loss alone
+        if name == "logits_to_keep" or name.startswith(("output_", "return_")):
+            return False  # what is returned beside the hidden states
+        if name in self.names:
+            return True
+        return None if self.takes_any else False
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuse a forward that does not run on the ids and on what is given beside them."""
+        if "input_ids" not in self.parameters and not self.takes_any:
+            raise ValueError(f"{self.kind} takes no input_ids, but {', '.join(self.parameters)}")
+        lacking = []
+        for name, parameter in self.parameters.items():
+            needed = parameter.default is parameter.empty
+            several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if needed and not several and name not in ("input_ids", *given):
+                lacking.append(name)
+        require(
+            not lacking,
+            f"{self.kind} does not run on ids alone: its forward also needs {', '.join(lacking)}; "
+            "give it with input_ids in a mapping, or give the text decoder",
+        )
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward method, by name."""
+    return inspect.signature(module.forward).parameters
+
+
+def _named_keywords(module: nn.Module) -> set[str]:
+    """The names that the annotation of a forward's **kwargs lists, as transformers' do."""
+    names: set[str] = set()
+    for parameter in parameters_of(module).values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            continue
+        try:
+            (keywords,) = get_args(get_type_hints(module.forward)[parameter.name])
+        except (KeyError, NameError, TypeError, ValueError, AttributeError):
+            continue  # it has no annotation, or one that lists no names
+        names |= set(getattr(keywords, "__annotations__", {}))
+    return names
+
+
+def check_compiled(model: nn.Module) -> None:
+    """Refuse hooks inside compiled code: whether they act there depends on which came first."""
+    for path, module in model.named_modules():
+        inside = getattr(module, "_orig_mod", None) or (module._compiled_call_impl and module)
+        if not inside:
+            continue
+        for name, part in inside.named_modules():
+            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            own = [hook for hook in hooks if not is_of_a_library(hook)]
+            require(
+                not own,
+                f"{name or path or 'the model'} has a hook and is compiled: code that was compiled "
+                "before a hook was added ignores it, and later code does not; remove the hook, or "
+                "give the model before torch.compile (_orig_mod)",
+            )
+
+
+def is_of_a_library(hook: Any) -> bool:
+    """Whether a hook is written in torch, transformers, PEFT or accelerate."""
+    home = home_of(inspect.unwrap(getattr(hook, "func", hook)))
+    return home.startswith(("torch.", "transformers.", "peft.", "accelerate."))
+
+
+def check_length(kind: str, positions: int, length: int) -> None:
+    """Refuse a pass over another number of positions than there are ids.
+
+    kind: the class name of the model.
+    """
+    require(
+        positions == length,
+        f"{kind} computes {positions} positions for {length} ids, as where it puts memory tokens or "
+        "embeddings in front of them or behind: which of the positions are the ids is not known",
+    )
 
 
 def check_kind(model: Any) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sinkutils.checks import numbers, require
+
+if TYPE_CHECKING:  # a table of records needs the arithmetic below, and no PyTorch
+    from torch import Tensor
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 DRAWS = 2000  # resamples of the bootstrap
@@ -78,6 +79,8 @@ class Report:
     path: str = ""  # how alpha was computed, in words
     # For each attention layer, how many keys a query sees; None: all. Empty: no layer has a window.
     windows: tuple[int | None, ...] = ()
+    # Of texts packed in a row, whether they saw each other, in words. Empty: each row is one text.
+    packed: str = ""
     digest: str = ""  # a hash of the token ids: equal for reports of the same texts
 
     @property
@@ -162,6 +165,8 @@ class Report:
         rows = []
         for length in self.lengths.tolist():
             rows.append([function(length, k, window) for window in windows])
+        import torch
+
         return torch.tensor(rows, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
@@ -259,6 +264,8 @@ class Report:
             text += (
                 f"skipped {self.skipped} sequences: shorter than the largest target, {largest}\n"
             )
+        if self.packed:
+            text += f"texts packed in a row: {self.packed}\n"
         table = pd.DataFrame()
         for k, alpha in self._shares.items():
             key = "*" if k == "star" else k
@@ -311,8 +318,8 @@ def _plain(value: Any) -> Any:
     """Convert a value for JSON: tensors and tuples to lists, keys to text, floats rounded."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Tensor):
-        return _plain(value.double().tolist())
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, float):

@@ -7,6 +7,9 @@
     stream      let queries see only the last keys, with or without the first ones
     transplant  put a key and a value that come from other texts in front of the text
 
+Each takes ids as `measure` does: a tensor (samples, T) with or without `attention_mask`, or what a
+tokenizer returns. Padding is cut off, and texts of one length run together.
+
 Nothing is trained, and afterwards the model is in its original state. Attention is read as in
 `measure`, so that the numbers of a report have the same definition. `untouched`, `edit` and
 `set_back` accept a `TransformerLM` or a causal LM of transformers. The other three need a KV cache,
@@ -20,7 +23,7 @@ that needs a cache also runs one token. Layers, blocks and hidden dimensions cou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -28,16 +31,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, integers, require
+from sinkutils.measuring.batches import Batch, Ids, Inputs
 from sinkutils.measuring.hf import Capture, observe
-from sinkutils.measuring.measure import check_range, measure, sequences
+from sinkutils.measuring.measure import check_range, measure, short_text
 from sinkutils.measuring.own import OwnModel
 from sinkutils.measuring.passes import Measuring, Pass
-from sinkutils.measuring.refusals import check_positions
+from sinkutils.measuring.refusals import Arguments
 from sinkutils.measuring.report import Report, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, Edit, LeftAsFound, Tally, changed
 from sinkutils.model.decoder import TransformerLM
@@ -46,6 +50,8 @@ __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untou
 
 TARGETS = (1, 2)  # the keys k of Sink_k
 ELEMENTS = 2**27  # the most logits in memory at a time
+# The names of an FFN's second projection in transformers, for blocks in which sizes do not tell
+SECOND = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "wo", "lin2", "linear_2")
 PLACES = ("block", "query", "key", "value", "neurons")
 
 
@@ -53,17 +59,25 @@ PLACES = ("block", "query", "key", "value", "neurons")
 class Outcome:
     """The result of a forward pass under surgery."""
 
-    losses: Tensor  # (samples, T - 1): the loss in nats of tokens 2..T, or of the `last` ones
+    # The loss in nats of tokens 2..T, or of the `last` ones, (samples, T - 1). Shorter texts are
+    # filled up with nan, and in `predicted` with -1.
+    losses: Tensor
     predicted: Tensor  # (samples, T - 1): the most likely token at each of these positions
     report: Report  # Sink_1 and Sink_2; Sink_* for k* (transplanted or trained) or a sink logit
 
     @property
     def loss(self) -> float:
         """The mean of `losses`, in nats per token."""
-        return float(self.losses.mean())
+        return float(self.losses.nanmean())
 
 
-def untouched(model: nn.Module, ids: Tensor, last: int | None = None) -> Outcome:
+def __dir__() -> list[str]:
+    return __all__
+
+
+def untouched(
+    model: nn.Module, ids: Ids, last: int | None = None, *, attention_mask: Tensor | None = None
+) -> Outcome:
     """Run the unchanged model on ids (samples, T), as the baseline of every operation.
 
     last: how many tokens at the end are predicted; None: all but the first. With a large
@@ -73,16 +87,19 @@ def untouched(model: nn.Module, ids: Tensor, last: int | None = None) -> Outcome
     transformers' interface. The functions that need a cache also refuse a model that keeps anything
     but keys and values between tokens: linear layers, a second state, an index of keys.
     """
-    with operating(model, ids) as capture:
-        return run(capture, ids, last=last)
+    inputs = Inputs(ids, attention_mask, (1,))
+    with operating(model, inputs) as (source, _):
+        return run(source, inputs, last=last)
 
 
 def edit(
     model: nn.Module,
-    ids: Tensor,
+    ids: Ids,
     place: str,
     change: Callable[[Tensor], Tensor],
     layers: Sequence[int] | None = None,
+    *,
+    attention_mask: Tensor | None = None,
 ) -> Outcome:
     """Replace x by change(x) in some layers or in all, and let the model continue.
 
@@ -90,7 +107,7 @@ def edit(
         "block"                  the hidden states that a block passes on, (B, T, d)
         "query", "key", "value"  after rotary, (B, H, T, D); keys and values may have fewer heads
         "neurons"                the input of the FFN's second projection, (B, T, n)
-        A batch has all of `ids`, unless their logits would need more than half a GiB.
+        A batch has all texts of one length, unless their logits would need more than half a GiB.
     change: a function that gets a copy of x, which it may modify, and returns a tensor of the same
         shape. In our own models with a sink token, x* is at the first position.
     layers: which layers, from 0; None: all.
@@ -106,7 +123,8 @@ def edit(
         edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))
     """
     choice("place", place, PLACES)
-    with operating(model, ids) as source, ExitStack() as hooks:
+    inputs = Inputs(ids, attention_mask, (1,))
+    with operating(model, inputs) as (source, state):
         every = list(range(len(source.blocks)))
         if place in ("query", "key", "value"):
             every = sorted(source.layers.values())  # a hybrid model has blocks without attention
@@ -115,17 +133,19 @@ def edit(
         require({*chosen} <= {*every}, f"attention is in layers {every} alone, got {chosen}")
         if place in ("query", "key", "value"):
             part = {"query": "q", "key": "k", "value": "v"}[place]
-            return run(source, ids, edit=Edit(part, chosen, change))
-        hook = edit_block if place == "block" else edit_neurons
+            return run(source, inputs, edit=Edit(part, chosen, change))
+        edit_place = edit_block if place == "block" else edit_neurons
         for layer in chosen:
-            handle = hook(source, source.blocks[layer], change)
-            hooks.enter_context(handle)
-        return run(source, ids)
+            edit_place(source, source.blocks[layer], change, state)
+        return run(source, inputs)
 
 
 def edit_block(
-    source: OwnModel | Capture, block: nn.Module, change: Callable[[Tensor], Tensor]
-) -> RemovableHandle:
+    source: OwnModel | Capture,
+    block: nn.Module,
+    change: Callable[[Tensor], Tensor],
+    state: LeftAsFound,
+) -> None:
     """Change the hidden states that a block passes on."""
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
@@ -138,12 +158,15 @@ def edit_block(
         return edited if isinstance(output, Tensor) else (edited, *output[1:])
 
     # This hook comes first, so that the hook that measures norms sees the changed states.
-    return block.register_forward_hook(source.here(after), prepend=True)
+    state.hook(block._forward_hooks, source.here(after), first=True)
 
 
 def edit_neurons(
-    source: OwnModel | Capture, block: nn.Module, change: Callable[[Tensor], Tensor]
-) -> RemovableHandle:
+    source: OwnModel | Capture,
+    block: nn.Module,
+    change: Callable[[Tensor], Tensor],
+    state: LeftAsFound,
+) -> None:
     """Change the input of the second projection of a block's FFN."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -151,27 +174,43 @@ def edit_neurons(
 
     if isinstance(source, OwnModel):
         down = block.get_submodule("ffn.down")
-    else:  # in transformers this layer has other names, so we find it by its sizes
-        config = source.config.get_text_config()
-        width = getattr(config, "hidden_size", None)
-        neurons = getattr(config, "intermediate_size", None)
-        layers = []
-        for module in block.modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            if module.in_features == neurons and module.out_features == width:
-                layers.append(module)
-        require(
-            len(layers) == 1,
-            f"{source.kind} has no one linear layer from its config's intermediate_size "
-            f"({neurons}) to its hidden_size ({width})",
-        )
-        down = layers[0]
-    return down.register_forward_pre_hook(source.here(before))
+    else:
+        down = second_projection(source, block)
+    state.hook(down._forward_pre_hooks, source.here(before))
+
+
+def second_projection(source: Capture, block: nn.Module) -> nn.Module:
+    """The linear layer of a block's FFN that reads its neurons.
+
+    It has many names in transformers, so we find it by its sizes. Where the FFN is as wide as the
+    hidden state, several layers have these sizes, and the names decide.
+    """
+    config = source.config.get_text_config()
+    width = getattr(config, "hidden_size", None)
+    neurons = getattr(config, "intermediate_size", None)
+    found = {}
+    for name, module in block.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if module.in_features == neurons and module.out_features == width:
+            found[name] = module
+    if len(found) > 1:
+        found = {n: m for n, m in found.items() if n.split(".")[-1] in SECOND and "attn" not in n}
+    require(
+        len(found) == 1,
+        f"{source.kind} has no one linear layer from its config's intermediate_size ({neurons}) to "
+        f"its hidden_size ({width})",
+    )
+    return next(iter(found.values()))
 
 
 def set_back(
-    model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3
+    model: nn.Module,
+    ids: Ids,
+    block: int,
+    dimensions: Sequence[int] | int = 3,
+    *,
+    attention_mask: Tensor | None = None,
 ) -> Outcome:
     """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
 
@@ -179,7 +218,8 @@ def set_back(
         (`Report.first_elements`). Massive activations are the few dimensions with more than 1,000
         times the median.
     """
-    elements: Any = measure(model, ids).first_elements  # (blocks, d)
+    report = measure(model, ids, attention_mask=attention_mask)
+    elements: Any = report.first_elements  # (blocks, d)
     blocks, width = elements.shape
     block = integer("block", block, 0, blocks - 1)
     if isinstance(dimensions, Integral):
@@ -195,15 +235,17 @@ def set_back(
         hidden[:, first, chosen] = others.mean(dim=1)
         return hidden
 
-    return edit(model, ids, "block", to_the_mean, [block])
+    return edit(model, ids, "block", to_the_mean, [block], attention_mask=attention_mask)
 
 
 def hide(
     model: nn.Module,
-    ids: Tensor,
+    ids: Ids,
     since: int = 2,
     last: int | None = None,
     targets: Sequence[int] = TARGETS,
+    *,
+    attention_mask: Tensor | None = None,
 ) -> Outcome:
     """Hide the first key from the queries at positions `since`..T. Does another key become a sink?
 
@@ -212,16 +254,24 @@ def hide(
     last: as in `untouched`.
     targets: the positions k of the report's Sink_k.
     """
-    with operating(model, ids, cache=True) as capture:
-        length = ids.shape[1]
+    inputs = Inputs(ids, attention_mask, (1,))
+    with operating(model, inputs, cache=True) as (source, _):
+        length = int(inputs.lengths.max())
         since = integer("since", since, 2, length)
         keys = torch.arange(length)
         queries = keys[:, None]
         hidden = (queries >= since - 1) & (keys == 0)  # (T, T)
-        return run(capture, ids, last=last, hidden=hidden, targets=targets)
+        return run(source, inputs, last=last, hidden=hidden, targets=targets)
 
 
-def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
+def stream(
+    model: nn.Module,
+    ids: Ids,
+    window: int,
+    sinks: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+) -> Outcome:
     """Let each query see only the last `window` keys, including its own, and the first `sinks`.
 
     This simulates a streaming cache of window + sinks keys. Tokens keep their positions in the
@@ -229,16 +279,22 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
     """
     window = integer("window", window, least=1)
     sinks = integer("sinks", sinks, least=0)
-    with operating(model, ids, cache=True) as capture:
-        keys = torch.arange(ids.shape[1])
+    inputs = Inputs(ids, attention_mask, (1,))
+    with operating(model, inputs, cache=True) as (source, _):
+        keys = torch.arange(int(inputs.lengths.max()))
         queries = keys[:, None]
         behind_window = queries - keys >= window
         hidden = behind_window & (keys >= sinks)  # (T, T)
-        return run(capture, ids, hidden=hidden)
+        return run(source, inputs, hidden=hidden)
 
 
 def transplant(
-    model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None
+    model: nn.Module,
+    ids: Ids,
+    donors: Ids,
+    zero_values_from: int | None = None,
+    *,
+    attention_mask: Tensor | None = None,
 ) -> Outcome:
     """Put a key k* and a value v* into the cache in front of each text, in every layer.
 
@@ -250,19 +306,21 @@ def transplant(
     k* and v* take the place of a token in front of the text. So the text has the positions 2..T+1,
     and k* has the first, at which rotary does not turn a key.
     """
-    with operating(model, ids, cache=True) as capture:
-        check_positions(capture.model, capture.table, ids.shape[1] + 1)
-        rows, _ = sequences(donors, None, (1,))
-        check_range(rows, capture.vocabulary)
+    inputs = Inputs(ids, attention_mask, (1,))
+    with operating(model, inputs, cache=True) as (source, _):
+        source.check_positions(inputs.positions + 1)
+        texts = Inputs(donors, None, (1,)).texts
+        check_range(texts, source.vocabulary)
         # k_1 and v_1 depend on the first token alone, as attention is causal.
-        layers = cached(capture, donors[:, :1]).layers
+        firsts = torch.stack([text[:1] for text in texts])
+        layers = cached(source, firsts).layers
         if zero_values_from is not None:
             first = integer("zero_values_from", zero_values_from, 0, len(layers))
             for layer in layers[first:]:
                 layer.values.zero_()
 
         def cache(samples: int) -> DynamicCache:
-            filled = DynamicCache(config=capture.config)
+            filled = DynamicCache(config=source.config)
             for index, layer in enumerate(layers):
                 k = layer.keys.mean(dim=0)  # (H_kv, 1, D)
                 v = layer.values.mean(dim=0)
@@ -272,18 +330,28 @@ def transplant(
                 filled.update(k, v, index)
             return filled
 
-        return run(capture, ids, cache)
+        return run(source, inputs, cache)
 
 
 @contextmanager
-def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Any]:
+def operating(
+    model: nn.Module, ids: Ids | Inputs, *, cache: bool = False
+) -> Iterator[tuple[Any, LeftAsFound]]:
     """A context in which the model is in eval mode, without gradients, and its attention is read.
 
-    When it ends, the model is in its original state. Yields an `OwnModel` or a `Capture`.
+    When it ends, the model is in its original state. Yields what observes the model, an `OwnModel`
+    or a `Capture`, and the state to which changes are added.
     cache: whether the operation needs a model that keeps keys and values, and nothing else, between
         tokens.
     """
-    rows, _ = sequences(ids, None, TARGETS)
+    inputs = ids if isinstance(ids, Inputs) else Inputs(ids, None, (1,))
+    require(
+        not inputs.whole,
+        "surgery takes one text a row, whose positions count from the first: give each text a row "
+        "of its own",
+    )
+    shortest = int(inputs.lengths.min())
+    require(shortest > 1, "a loss is of a token behind another, and a text of ids has one token")
     state = LeftAsFound()
     with ONE_AT_A_TIME, state, state:  # entered twice because of interrupts, see `LeftAsFound`
         state.evaluate(model)
@@ -293,7 +361,7 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
                 not cache,
                 "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
             )
-            source = OwnModel(model, Tally(TARGETS, ids.shape[1]))
+            source = OwnModel(model, Tally(TARGETS, int(inputs.lengths.max())))
         else:
             source = observe(model, Pass(), state)
             state.set(source.config, "return_dict", True)  # we read output.logits
@@ -302,22 +370,26 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
                     "surgery needs a TransformerLM or a causal LM of transformers, got "
                     f"{source.kind}"
                 )
-        check_range(rows, source.vocabulary)
-        source.check(rows)  # it also finds out which attention functions the model uses
+        tokens = check_range(inputs.texts, source.vocabulary)
+        inputs.keep(source)
+        source.check_positions(inputs.positions)
+        *_, longest = inputs.batches(source.tokens_a_batch)
+        # The check also finds out which attention functions the model uses.
+        source.check(short_text(tokens, inputs.positions), longest.ids, longest.entries)
         if isinstance(source, OwnModel):
-            yield source
+            yield source, state
             return
         if source.legacy:
             raise ValueError(
                 f"{source.kind} has attention outside transformers' interface, in which surgery "
                 "can change nothing"
             )
-        if cache and not keeps_keys_and_values(source, ids[:1, :1]):
+        if cache and not keeps_keys_and_values(source, longest.ids[:1, :1]):
             raise ValueError(
                 f"{source.kind} keeps something else than keys and values of each layer between "
                 "tokens"
             )
-        yield source
+        yield source, state
 
 
 def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
@@ -340,7 +412,7 @@ def cached(capture: Capture, ids: Tensor) -> Any:
 
 def run(
     source: Any,
-    ids: Tensor,
+    ids: Ids | Inputs,
     cache: Callable[[int], DynamicCache] | None = None,
     last: int | None = None,
     hidden: Tensor | None = None,
@@ -357,38 +429,58 @@ def run(
     edit: a change of q, k or v.
     targets: the positions k of the report's Sink_k.
     """
-    length = ids.shape[1]
-    scored = length - 1 if last is None else integer("last", last, 1, length - 1)
-    tally = Tally(check_targets(targets, length), length, norms=cache is None)
-    losses = []
-    predicted = []
+    inputs = ids if isinstance(ids, Inputs) else Inputs(ids, None, (1,))
+    lengths = inputs.lengths
+    shortest = int(lengths.min())
+    if last is not None:
+        last = integer("last", last, 1, shortest - 1)
+    targets = check_targets(targets, shortest)
+    tally = Tally(targets, int(lengths.max()), norms=cache is None)
+    losses: list[Tensor] = []
+    predicted: list[Tensor] = []
+    order: list[int] = []
     # The number of texts in a batch, so that their logits fit in memory
-    logits_a_text = scored * source.vocabulary
-    texts = max(1, ELEMENTS // logits_a_text)
-    for batch in ids.to(source.device).split(texts):
+    logits_a_text = (last or int(lengths.max()) - 1) * source.vocabulary
+    for batch in inputs.batches(0, max(1, ELEMENTS // logits_a_text)):
+        scored = last or batch.ids.shape[1] - 1
         if isinstance(source, OwnModel):
             source.tally = tally
             source.edit = edit
-            logits = source.model(batch, source)
+            logits = source.model(batch.ids.to(source.device), source)
         else:
             # The forward pass appends to the cache, so each batch needs a new one.
-            past = cache(len(batch)) if cache else None
+            past = cache(len(batch.ids)) if cache else None
             front = past.get_seq_length() if past else 0
             source.doing = Measuring(tally, True, edit, hidden, front)
-            source.start(batch)
-            options: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
-            if last is not None:
-                options["logits_to_keep"] = scored + 1
-            output = source.model(batch, **options)
-            source.finish()
-            logits = output.logits
+            logits = logits_of(source, batch, past, last)
         # The logits at position i predict token i + 1, so those at the last position are left out.
         logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
-        predicted.append(logits.argmax(dim=-1).cpu())
-        labels = batch[:, -scored:].long()  # ids may be int32, which cross_entropy refuses
-        nats = F.cross_entropy(logits.mT, labels, reduction="none")  # (B, scored)
-        losses.append(nats.cpu())
-    samples = torch.arange(len(ids))
-    lengths = torch.full_like(samples, length)
-    report = tally.report(source, samples, lengths, (0.3,))
-    return Outcome(torch.cat(losses), torch.cat(predicted), report)
+        predicted += logits.argmax(dim=-1).cpu()
+        # ids may be int32, which cross_entropy refuses
+        labels = batch.ids[:, -scored:].long().to(logits.device)
+        losses += F.cross_entropy(logits.mT, labels, reduction="none").cpu()  # (B, scored)
+        order += batch.places
+    places = torch.tensor(order, device="cpu").argsort()
+    report = tally.report(source, places, lengths, (0.3,))
+    nats = pad_sequence(losses, batch_first=True, padding_value=torch.nan)
+    tokens = pad_sequence(predicted, batch_first=True, padding_value=-1)
+    return Outcome(nats[places], tokens[places], report)
+
+
+def logits_of(source: Capture, batch: Batch, past: Any, last: int | None) -> Tensor:
+    """The logits of a forward pass by what the user handed over, or by the causal LM inside.
+
+    past: the cache that stands in front of the texts. last: as in `untouched`.
+    """
+    called = source.model if source.outer is source.base else source.outer
+    options = Arguments(called, source.model, source.base, False).options | batch.entries
+    options.pop("logits_to_keep", None)
+    if last is not None:
+        options["logits_to_keep"] = last + 1
+    if past is not None:
+        options |= {"past_key_values": past, "use_cache": True}
+    source.start(batch.ids)
+    output = called(input_ids=batch.ids.to(source.device), **options)
+    source.finish()
+    logits: Tensor = output.logits
+    return logits

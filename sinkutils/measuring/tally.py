@@ -6,6 +6,7 @@ from it, layer by layer and batch by batch, and `LeftAsFound` undoes all changes
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,12 +26,16 @@ from sinkutils.measuring.report import Kept, NotFinite, Report
 # Measuring changes the state of a model, and different models may share a configuration. So only
 # one thread measures at a time.
 ONE_AT_A_TIME = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A process that is forked beside a thread that measures has nobody who opens this lock.
+    os.register_at_fork(after_in_child=ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Source(Protocol):
     """A model that is observed: our own (`own.OwnModel`) or one of transformers (`hf.Capture`)."""
 
     model: Any  # the causal LM
+    kind: str  # its class
     vocabulary: int  # the number of its token embeddings
 
     @property
@@ -45,17 +50,33 @@ class Source(Protocol):
     def tokens_a_batch(self) -> int:
         """The most tokens in one forward pass."""
 
-    def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
-        """Raise ValueError if these rows of ids, or this model, cannot be measured."""
+    @property
+    def packed(self) -> str:
+        """Whether texts that were packed in a row saw each other, in words; "" if none were."""
 
-    def run(self, ids: Tensor) -> None:
+    def takes(self, name: str, value: Any) -> bool | None:
+        """Whether the forward takes an entry of this name beside the ids; None: see what it does."""
+
+    def is_changed_by(self, name: str, ids: Tensor, entries: Mapping[str, Any]) -> bool:
+        """Whether an entry changes the pass on ids (B, T)."""
+
+    def check(self, text: Tensor, ids: Tensor, entries: Mapping[str, Any]) -> None:
+        """Raise ValueError if the attention of the model cannot be read.
+
+        text: (1, T), a short one. ids, entries: a pass to come, in case that one does not run.
+        """
+
+    def check_positions(self, positions: int) -> None:
+        """Raise ValueError if a row has more positions than the model knows."""
+
+    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """Run one forward pass on ids (B, T), which adds to the tally."""
 
 
 class Reduced(NamedTuple):
     """What is kept of the attention weights of R queries."""
 
-    shares: Tensor  # the targets' columns, (B, H, R, K)
+    shares: Tensor  # the columns of the targets, (B, H, R, K)
     maps: Tensor  # the chosen heads, (B, chosen, R, T)
     star: Tensor | None  # what each row lacks to sum to one, (B, H, R)
 
@@ -102,6 +123,8 @@ class Tally:
     def __post_init__(self) -> None:
         self.values: Values = defaultdict(lambda: defaultdict(list))
         self.sums: Sums = defaultdict(dict)
+        # Where the texts of the current pass stand in its only row; None: each row is one text.
+        self.texts: Sequence[slice] | None = None
 
     def heads_of(self, layer: int, count: int) -> list[int]:
         """The heads of this layer that are kept. count: how many heads the layer has."""
@@ -112,8 +135,18 @@ class Tally:
         return chosen
 
     def columns(self, device: torch.device) -> Tensor:
-        """The 0-based positions of the targets, (K,)."""
-        return torch.tensor(self.targets, device=device) - 1
+        """The 0-based positions of the targets, (K,); of several texts in a row, of each text."""
+        targets = torch.tensor(self.targets, device=device) - 1
+        if self.texts is None:
+            return targets
+        starts = torch.tensor([text.start for text in self.texts], device=device)
+        return (starts[:, None] + targets).flatten()
+
+    def of_texts(self, x: Tensor, axis: int) -> list[Tensor]:
+        """Cut x into the texts that stand in a row. axis: that of the tokens, T."""
+        if self.texts is None:
+            return [x]
+        return [x.narrow(axis, text.start, text.stop - text.start) for text in self.texts]
 
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
         """Add the l2-norms of the vectors in x, (B, H, T, D), as a mean over heads.
@@ -123,8 +156,9 @@ class Tally:
         if not self.norms:
             return
         wide = torch.promote_types(x.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide)  # (B, H, T)
-        self._sum(f"{name}_norms", layer, self._padded(norms.mean(dim=1)))
+        norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1)  # (B, T)
+        for of_text in self.of_texts(norms, 1):
+            self._sum(f"{name}_norms", layer, self._padded(of_text))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:
         """Add the norms and the largest elements of a block's output.
@@ -135,13 +169,14 @@ class Tally:
         if not self.norms:
             return
         self.add_norms("hidden", layer, hidden)
-        sizes = hidden.abs().float()  # (B, S, T, d)
-        median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
-        median = median.clamp(min=1e-30)  # avoids a division by zero
-        peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
-        self._sum("hidden_peaks", layer, self._padded(peaks))
-        first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
-        self._sum("first_elements", layer, first)
+        for of_text in self.of_texts(hidden, 2):
+            sizes = of_text.abs().float()  # (B, S, T, d)
+            median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
+            median = median.clamp(min=1e-30)  # avoids a division by zero
+            peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
+            self._sum("hidden_peaks", layer, self._padded(peaks))
+            first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
+            self._sum("first_elements", layer, first)
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add the rows (B, n) of a batch to a layer's sum over samples."""
@@ -168,8 +203,9 @@ class Tally:
 
     def _keep(self, name: str, layer: int, head: int, x: Tensor) -> None:
         """Keep the queries or keys of one head, (B, T, D). name: "queries" or "keys"."""
-        padded = self._padded(x.float().mT).mT  # (B, longest, D)
-        self.values[name][layer, head].append(padded.cpu())
+        for of_text in self.of_texts(x.float(), 1):
+            padded = self._padded(of_text.mT).mT  # (B, longest, D)
+            self.values[name][layer, head].append(padded.cpu())
 
     def reduced(self, layer: int, weights: Tensor, star: bool = False) -> Reduced:
         """Reduce attention weights to the parts that are kept, for `add_weights`.
@@ -193,20 +229,25 @@ class Tally:
         star = [part.star for part in parts if part.star is not None]
         if star:
             self.add_star(layer, torch.cat(star, dim=2))
-        padded = self._padded(maps, axes=2)  # (B, chosen, T, T)
+        texts = self.texts or [slice(None)]
         for index, head in enumerate(self.heads_of(layer, shares.shape[1])):
-            of_head = padded[:, index]  # (B, T, T)
-            self.values["map"][layer, head].append(of_head.cpu())
+            for text in texts:
+                of_text = self._padded(maps[:, index, text, text], axes=2)  # (B, longest, longest)
+                self.values["map"][layer, head].append(of_text.cpu())
 
     def add_shares(self, layer: int, shares: Tensor) -> None:
-        """Add alpha_k. shares: A_ik of the targets, (B, H, T, K)."""
-        alpha = mean_over_queries(shares, self.columns(shares.device))
-        self.values["alpha"][layer].append(alpha.float())
+        """Add alpha_k. shares: A_ik of the keys at `columns`, (B, H, T, K)."""
+        targets = torch.tensor(self.targets, device=shares.device) - 1
+        for index, of_text in enumerate(self.of_texts(shares, 2)):
+            of_targets = of_text[..., index * len(targets) :][..., : len(targets)]
+            alpha = mean_over_queries(of_targets, targets)
+            self.values["alpha"][layer].append(alpha.float())
 
     def add_star(self, layer: int, star: Tensor) -> None:
         """Add alpha_*. star: the attention to k*, x* or a learned sink logit, (B, H, T)."""
-        alpha = star.mean(dim=-1)  # all queries see it: (B, H)
-        self.values["star"][layer].append(alpha.float())
+        for of_text in self.of_texts(star, 2):
+            alpha = of_text.mean(dim=-1)  # all queries see it: (B, H)
+            self.values["star"][layer].append(alpha.float())
 
     def refuse_heads(self) -> None:
         """Raise ValueError for chosen (layer, head) pairs that the model does not have.
@@ -365,12 +406,20 @@ class LeftAsFound:
         self.steps.append(partial(_set_modes, modes))
         _set_modes([(module, False) for module, _ in modes])
 
-    def hook(self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None) -> None:
+    def hook(
+        self,
+        hooks: Any,
+        hook: Callable[..., Any],
+        *,
+        with_kwargs: Any = None,
+        first: bool = False,
+    ) -> None:
         """Add a hook to a module's table of hooks, for instance `module._forward_hooks`.
 
         It does the same as `register_forward_hook`, but notes how to remove the hook before it adds
         it: no interrupt can come in between.
         with_kwargs: the module's table of hooks that also take keyword arguments, if this one does.
+        first: whether it runs before the other hooks of the table.
         """
         tables = () if with_kwargs is None else with_kwargs
         handle = RemovableHandle(hooks, extra_dict=tables)
@@ -378,6 +427,8 @@ class LeftAsFound:
         if with_kwargs is not None:
             with_kwargs[handle.id] = True
         hooks[handle.id] = hook
+        if first:
+            hooks.move_to_end(handle.id, last=False)
 
 
 def _forget(owner: type, name: str) -> None:

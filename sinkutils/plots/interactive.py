@@ -23,10 +23,11 @@ import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor, nn
+from torch import nn
 
 from sinkutils.checks import instance, integer, integers, require, short
-from sinkutils.measuring.measure import measure, sequences
+from sinkutils.measuring.batches import Ids, Inputs
+from sinkutils.measuring.measure import measure
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
@@ -131,7 +132,7 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
 
 def explore(
     model: nn.Module,
-    ids: Tensor,
+    ids: Ids,
     name: str = "",
     tokenizer: Any = None,
     length: int = 32,
@@ -140,23 +141,24 @@ def explore(
     """Explore a model's attention: choose a head by its alpha_1, see its map, follow a query.
 
     Where scripts do not run, it is a still picture.
-    ids: (samples, T). As many texts are shown as fit in one output.
+    ids: (samples, T), or a mapping, as in `measure`. As many texts are shown as fit in one output.
     name: the name of the model, for the titles.
     tokenizer: gives the text of the tokens; None: their ids are shown.
-    length: how many tokens of each text are shown. A model with many heads shows fewer.
+    length: how many tokens of each text are shown. A model with many heads shows fewer, and texts
+        of different lengths are shown as far as the shortest.
     head: the (block, head), from 1, that is shown first; None: the one with the largest alpha_1 on
         the first text.
     Raises ValueError like `measure`, and for an invalid length or head.
     """
     length = integer("length", length, least=1)
-    sequences(ids, None, (1,))
+    inputs = Inputs(ids, None, (1,))
     require(
         tokenizer is None or hasattr(tokenizer, "decode"),
         f"tokenizer must decode tokens, got {short(tokenizer)}",
     )
     instance("name", name, str)
     name = printable(name)
-    probe = measure(model, ids[:1], norms=False)
+    probe = measure(model, inputs.first(1), norms=False)
     columns = probe.alpha.shape[-1]
     heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)
     names = [(layer + 1, column + 1) for layer, column in heads]
@@ -169,13 +171,12 @@ def explore(
     # then how many texts, a picture can hold for all heads.
     room = 2 * MOST_WEIGHTS // len(heads)
     fit = max(FEWEST_TOKENS, int(room**0.5))
-    shown = min(length, ids.shape[1], fit)
+    shown = min(length, int(inputs.lengths.min()), fit)
     texts = max(1, room // shown**2)
-    ids = ids[:texts, :shown]
-    weights, shades = maps_of(model, ids, heads)  # weights: (texts, heads, T, T)
+    weights, shades = maps_of(model, inputs.first(texts), heads, shown)
     tokens = []
-    for row in ids.tolist():
-        tokens.append([token_label(token, tokenizer) for token in row])
+    for text in inputs.texts[: len(weights)]:
+        tokens.append([token_label(token, tokenizer) for token in text[:shown].tolist()])
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     start = int(alpha[0].argmax())
     if head is not None:
@@ -218,22 +219,24 @@ def explore(
 
 def maps_of(
     model: nn.Module,
-    ids: Tensor,
+    ids: Ids,
     heads: Sequence[tuple[int, int]],
+    length: int,
     steps: int = len(PALETTE),
 ) -> tuple[np.ndarray, bytes]:
     """The attention maps of some heads, as numbers and as bytes for the script.
 
-    heads: (layer, head) pairs. Returns the weights, (texts, heads, T, T), and their causal halves,
-    row by row, with one byte per weight: its square root in so many even steps, which are by
-    default indices into PALETTE.
+    heads: (layer, head) pairs. length: T, of the beginning of each text that is shown.
+    Returns the weights, (texts, heads, T, T), and their causal halves, row by row, with one byte per
+    weight: its square root in so many even steps, which are by default indices into PALETTE.
     """
     kept = measure(model, ids, heads=heads, norms=False).kept
-    maps = [kept[head].map for head in heads]
+    # Attention is causal: a map begins as that of the text's beginning does.
+    maps = [kept[head].map[:, :length, :length] for head in heads]
     weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
     roots = np.sqrt(np.clip(weights, 0, 1))  # the same square-root scale as `attention_map`
     levels = roots * (steps - 1)
     shades = np.rint(levels).astype(np.uint8)
-    queries, keys = np.tril_indices(ids.shape[1])
+    queries, keys = np.tril_indices(length)
     causal = shades[..., queries, keys]  # (texts, heads, T (T + 1) / 2)
     return weights, causal.tobytes()

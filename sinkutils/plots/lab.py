@@ -61,7 +61,7 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
         report = measure(model, ids, targets=range(1, min(NEAREST, T) + 1))
         count = report.alpha.shape[-1]
         heads = [(layer, head) for layer in report.layers for head in range(count)]
-        weights, shades = maps_of(model, ids, heads, LEVELS)
+        weights, shades = maps_of(model, ids, heads, T, LEVELS)
         labels = [token_label(token, tokenizer) for token in ids[0].tolist()]
         alpha = weights[0, :, :, 0].mean(axis=-1)  # (heads,)
         shown = {"labels": labels, "alpha": decimals(alpha, 4)}

@@ -9,17 +9,20 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from sinkutils import checks
-from sinkutils.checks import choice, require
+from sinkutils.checks import choice, integer, require
 from sinkutils.model.config import LMConfig
-from sinkutils.study.corpus import public_name
-from sinkutils.study.packing import DataConfig
 
 Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
+# A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
+Identity = dict[str, str]
 # Is raised by hand when a change to the trainer or the model changes the numbers of the runs.
 RECIPE = 2
 PRECISIONS = ("fp32", "bf16")
@@ -34,6 +37,31 @@ def check_name(what: str, name: str) -> None:
         f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, "
         f"got {name!r:.60}",
     )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text that a run trains on. Positions are 1-based, as in the paper."""
+
+    corpus: str = "docstrings"
+    share: float = 1.0  # the share of the training tokens that is used (Fig. 5 right)
+    # the tokens at these positions are drawn uniformly from the vocabulary, once for each chunk
+    random_positions: tuple[int, ...] = ()
+    # x_fix, a token that occurs in no text, overwrites this position (Table 10 right)
+    fixed_position: int | None = None
+    # each training chunk has x_fix at a random position, and measured texts at fixed_position
+    random_place: bool = False
+    unscored: tuple[int, ...] = ()  # the positions whose next-token prediction carries no loss
+    # the corpus to validate on instead of `corpus` (Section 4: Pile-CC)
+    validation: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.fields(self)
+        require(0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
+        require(
+            self.fixed_position is not None or not self.random_place,
+            "random_place is of a fixed token: set fixed_position, where it is to be measured",
+        )
 
 
 @dataclass(frozen=True)
@@ -166,8 +194,7 @@ def config_dict(config: RunConfig) -> Json:
     They are the config and the number of the recipe. Corpora have their public names, which hold no
     path of the machine.
     """
-    fields = dataclasses.asdict(config) | {"recipe": RECIPE}
-    values: Json = json.loads(json.dumps(fields))  # tuples become lists, as in the file
+    values = as_json(config) | {"recipe": RECIPE}
     data = values["data"]
     data["corpus"] = public_name(data["corpus"])
     if data["validation"]:
@@ -177,19 +204,71 @@ def config_dict(config: RunConfig) -> Json:
     return values
 
 
+def as_json(config: Any) -> Json:
+    """The fields of a config as JSON holds them: an inner config as a dict, a tuple as a list."""
+    values = {}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            value = as_json(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        values[name] = value
+    return values
+
+
 def upgrade(config: Json) -> Json:
     """The config of a record with the fields that a config has today.
 
     A field that did not exist when the record was made gets its default. Raises KeyError, TypeError
-    or ValueError for a config that this version of the package does not know.
+    or ValueError for what is no config; `check_config` looks closer.
     """
-    fields = dict(config)
-    not_fields = {"recipe": fields.pop("recipe"), "corpus": fields.pop("corpus")}
-    fields["data"] = dict(fields["data"])
-    fields["data"].pop("bos", None)  # a former field, which was always False
-    kind = FinetuneConfig if "start" in fields else RunConfig
-    run = from_dict(kind, fields)
-    return config_dict(run) | not_fields
+    kind = FinetuneConfig if "start" in config else RunConfig
+    values = _over(config, _defaults(kind))
+    values["data"].pop("bos", None)  # a former field, which was always False
+    integer("recipe", config["recipe"], least=0)
+    texts = [config["corpus"]["name"], config["corpus"]["sha256"]]
+    require(all(isinstance(text, str) for text in texts), "corpus must be a name and a hash")
+    return values
+
+
+@lru_cache
+def _defaults(kind: type[RunConfig]) -> Json:
+    values = as_json(kind("none", "none"))
+    del values["experiment"], values["preset"]
+    return values
+
+
+def _over(values: Json, defaults: Json) -> Json:
+    """The values, with defaults where they lack a field."""
+    whole = defaults | values
+    for name, inner in defaults.items():
+        if isinstance(inner, dict):
+            whole[name] = _over(whole[name], inner)
+    return whole
+
+
+def check_config(values: Json) -> None:
+    """Raise ValueError, TypeError or KeyError unless `upgrade` has returned a possible config."""
+    fields = dict(values)
+    del fields["recipe"], fields["corpus"]
+    integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
+    # Most records have the fields of another seed.
+    _checked(json.dumps(fields, sort_keys=True))
+
+
+@lru_cache(maxsize=4096)
+def _checked(text: str) -> None:
+    fields = json.loads(text)
+    from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
+
+
+def public_name(name: str) -> str:
+    """The name of a corpus in caches and records. For path:<folder> it has no parent folders."""
+    kind, _, rest = name.partition(":")
+    if kind != "path":
+        return name
+    path = Path(os.path.expanduser(rest)).resolve()
+    return f"path:{path.name}"
 
 
 def config_hash(config: RunConfig) -> str:

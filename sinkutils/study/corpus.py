@@ -35,6 +35,7 @@ from sinkutils.measuring.tokenizer import (
 )
 from sinkutils.paths import cache_root, written_whole
 from sinkutils.study import embedded, external
+from sinkutils.study.config import Identity, public_name
 from sinkutils.study.embedded import split_fraction, text_digest
 
 # The share of the documents that the probe split gets, and again the valid split. The hash of its
@@ -51,8 +52,6 @@ FORMAT = 5  # is raised when the files, or the way in which they are made, chang
 SPLITS = ("train", "valid", "probe")
 
 Meta = dict[str, Any]  # the contents of a folder's meta.json
-# A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
-Identity = dict[str, str]
 
 
 class Corpus:
@@ -114,15 +113,6 @@ CORPORA = (
     "path:<folder or file>",
     "packed:<file>",
 )
-
-
-def public_name(name: str) -> str:
-    """The name of a corpus in caches and records. For path:<folder> it has no parent folders."""
-    kind, _, rest = name.partition(":")
-    if kind != "path":
-        return name
-    path = Path(os.path.expanduser(rest)).resolve()
-    return f"path:{path.name}"
 
 
 def located(name: str) -> str:

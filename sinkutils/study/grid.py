@@ -13,8 +13,9 @@ T is 64 and C is 2048).
 
 At a small scale two experiments may come to the same run. For example, d_a = 1 and d_a = 2 coincide
 when they are scaled to a head of 16 dimensions. Such a run is trained once, under the name of the
-first experiment. `resolve` returns this name. It compares the run with all others of the preset,
-which are therefore built once and cached (`_all`).
+first experiment, which `resolve` returns.
+
+The files are read when they are first needed. Then the runs of a preset are built once (`_runs`).
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from sinkutils.checks import choice
 from sinkutils.model.config import LMConfig
 from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
 from sinkutils.study.config import (
+    DataConfig,
     FinetuneConfig,
     Json,
     RunConfig,
     TrainConfig,
+    config_dict,
     config_hash,
     from_dict,
 )
-from sinkutils.study.packing import DataConfig
 
 # The "section" of experiments from later papers (data/paper/after_paper.csv). The paper has seven.
 AFTER_PAPER = "8"
@@ -82,15 +84,17 @@ class Preset:
     leaves_out: tuple[str, ...] = ()
 
 
-PRESETS: dict[str, Preset] = {}
-for _name, _values in read_yaml(LEDGER / "presets.yaml").items():
-    PRESETS[_name] = from_dict(Preset, {"name": _name, **_values})
+@cache
+def presets() -> dict[str, Preset]:
+    """The presets of data/presets.yaml, by name."""
+    entries = read_yaml(LEDGER / "presets.yaml")
+    return {name: from_dict(Preset, {"name": name, **values}) for name, values in entries.items()}
 
 
 def find_preset(name: str) -> Preset:
     """The preset of that name. Raises ValueError, which lists the presets, if there is none."""
-    choice("preset", name, PRESETS)
-    return PRESETS[name]
+    choice("preset", name, presets())
+    return presets()[name]
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,7 @@ class Experiment:
 
         A cell is empty where our copy of the paper's text lacks it.
         """
-        names = [self.name]
-        if self.name == "default":  # the paper's base
-            names.append("base")
-        table = read_csv(PAPER / "pretraining.csv")
-        return [row for row in table if row["experiment"] in names]
+        return _reported().get(self.name, [])
 
     @property
     def item(self) -> str:
@@ -141,16 +141,31 @@ class Experiment:
         return numbers
 
 
-EXPERIMENTS: dict[str, Experiment] = {}  # by name, in the order of the file
-for _group in read_yaml(LEDGER / "experiments.yaml"):
-    _presets = tuple(_group.get("presets", USUAL_PRESETS))
-    for _name, _fields in _group["experiments"].items():
-        EXPERIMENTS[_name] = Experiment(_name, _group["section"], **_fields, presets=_presets)
+@cache
+def _reported() -> dict[str, list[dict[str, str]]]:
+    """The rows of data/paper/pretraining.csv by experiment, in the paper's order."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    for row in read_csv(PAPER / "pretraining.csv"):
+        # The paper's base is the experiment "default".
+        name = "default" if row["experiment"] == "base" else row["experiment"]
+        rows.setdefault(name, []).append(row)
+    return rows
+
+
+@cache
+def by_name() -> dict[str, Experiment]:
+    """The experiments of data/experiments.yaml by name, in the order of the file."""
+    rows = {}
+    for group in read_yaml(LEDGER / "experiments.yaml"):
+        at = tuple(group.get("presets", USUAL_PRESETS))
+        for name, fields in group["experiments"].items():
+            rows[name] = Experiment(name, group["section"], **fields, presets=at)
+    return rows
 
 
 def experiments(section: str | None = None) -> list[Experiment]:
     """All experiments, or those of one section: 4, 5, 6, 7, C, D, or 8 for later papers."""
-    rows = [*EXPERIMENTS.values()]
+    rows = [*by_name().values()]
     if section is None:
         return rows
     choice("section", str(section), SECTIONS)
@@ -159,13 +174,13 @@ def experiments(section: str | None = None) -> list[Experiment]:
 
 def experiment(name: str) -> Experiment:
     """The experiment of that name. Raises ValueError, which suggests similar names."""
-    if name in EXPERIMENTS:
-        return EXPERIMENTS[name]
-    close = ", ".join(difflib.get_close_matches(name, EXPERIMENTS, n=5, cutoff=0.5))
+    rows = by_name()
+    if name in rows:
+        return rows[name]
+    close = ", ".join(difflib.get_close_matches(name, rows, n=5, cutoff=0.5))
     hint = f"did you mean {close}? " if close else ""
     raise ValueError(
-        f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all "
-        f"{len(EXPERIMENTS)}"
+        f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all {len(rows)}"
     )
 
 
@@ -176,12 +191,49 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     Raises ValueError for unknown names, and for an experiment that is not possible at the preset;
     the message has the reason.
     """
-    first = _named(resolve(name, preset), preset)  # the first of equal runs, at seed 0
-    run = dataclasses.replace(first, seed=seed)
+    run = dataclasses.replace(_first(name, preset), seed=seed)
     if isinstance(run, FinetuneConfig):
         start = config(run.start, preset, seed)
         return dataclasses.replace(run, start_sha256=config_hash(start))
     return run
+
+
+def contents(name: str, preset: str, seed: int) -> Json:
+    """`config_dict` of `config`, for many records: it builds no config. Callers must not change it.
+
+    Raises the errors of `config`.
+    """
+    run = _first(name, preset)
+    if isinstance(run, FinetuneConfig):
+        return config_dict(config(name, preset, seed))
+    return {**_contents(run), "seed": seed}
+
+
+_contents = cache(config_dict)
+
+
+def resolve(name: str, preset: str = "laptop") -> str:
+    """The name under which an experiment runs at a preset.
+
+    For "base" it is the preset's base experiment. If several experiments come to the same run, it
+    is the first of them in data/experiments.yaml.
+    """
+    return _first(name, preset).experiment
+
+
+def _first(name: str, preset: str) -> RunConfig:
+    """The run of an experiment at a preset and seed 0, as `config`."""
+    scale = find_preset(preset)
+    row = experiment(scale.base if name == "base" else name)
+    if preset not in row.presets:
+        known = " or ".join(row.presets)
+        raise ValueError(f"experiment {row.name!r} belongs to preset {known}, not {preset!r}")
+    return _runs(preset)[row.name]
+
+
+def unavailable(preset: str) -> set[str]:
+    """The experiments that are not possible at a preset. `config` raises with the reason."""
+    return by_name().keys() - _runs(preset).keys()
 
 
 def keeps_weights(run: RunConfig) -> bool:
@@ -192,7 +244,7 @@ def keeps_weights(run: RunConfig) -> bool:
     kept_seeds = experiment(run.experiment).weights
     if find_preset(run.preset).keeps_weights and run.seed < kept_seeds:
         return True
-    for other in _all(run.preset).values():
+    for other in _runs(run.preset).values():
         if isinstance(other, FinetuneConfig) and other.start == run.experiment:
             return True
     return False
@@ -212,7 +264,7 @@ def plan(
     """
     seeds = None if seeds is None else [*seeds]
     if only is None:
-        names = [name for name in _all(preset) if not experiment(name).download]
+        names = [name for name in _runs(preset) if not experiment(name).download]
     else:
         names = [*only]
     # Experiments that the preset leaves out are trained only when `only` names them.
@@ -237,57 +289,27 @@ def plan(
     return sorted(runs, key=turn)
 
 
-def resolve(name: str, preset: str = "laptop") -> str:
-    """The name under which an experiment runs at a preset.
+@cache
+def _runs(preset: str) -> dict[str, RunConfig]:
+    """The run of each experiment that is possible at a preset, by name, at seed 0.
 
-    For "base" it is the preset's base experiment. If several experiments come to the same run, it
-    is the first of them in data/experiments.yaml.
+    Experiments that come to the same run share it, under the name of the first.
     """
-    run = dataclasses.replace(_named(name, preset), experiment="any")
-    return _names(preset)[run]
-
-
-@lru_cache
-def _names(preset: str) -> dict[RunConfig, str]:
-    """For each run of a preset, with "any" as its name, the first experiment that comes to it."""
-    names: dict[RunConfig, str] = {}
-    for name, run in _all(preset).items():
-        names.setdefault(dataclasses.replace(run, experiment="any"), name)
-    return names
-
-
-def unavailable(preset: str) -> set[str]:
-    """The experiments that are not possible at a preset. `config` raises with the reason."""
-    return EXPERIMENTS.keys() - _all(preset).keys()
-
-
-@lru_cache
-def _all(preset_name: str) -> dict[str, RunConfig]:
-    """The runs of all experiments at a preset, by name, in the order of data/experiments.yaml."""
-    find_preset(preset_name)
-    runs = {}
-    for name, row in EXPERIMENTS.items():
-        if preset_name in row.presets:
-            runs[name] = _named(name, preset_name)
+    scale = find_preset(preset)
+    runs: dict[str, RunConfig] = {}
+    first: dict[RunConfig, RunConfig] = {}  # a run without its name -> the first such run
+    for name, row in by_name().items():
+        if preset not in row.presets:
+            continue
+        try:
+            run = _pretraining(row, scale) if row.start is None else _tuning(row, scale)
+        except ValueError as error:
+            raise ValueError(
+                f"experiment {name!r} is not available at preset {preset!r}: {error}"
+            ) from error
+        nameless = dataclasses.replace(run, experiment="any")
+        runs[name] = first.setdefault(nameless, run)
     return runs
-
-
-@lru_cache
-def _named(name: str, preset_name: str) -> RunConfig:
-    """The run of an experiment at seed 0, under its own name (unlike `config`)."""
-    scale = find_preset(preset_name)
-    row = experiment(scale.base if name == "base" else name)
-    if preset_name not in row.presets:
-        presets = " or ".join(row.presets)
-        raise ValueError(
-            f"experiment {row.name!r} belongs to preset {presets}, not {preset_name!r}"
-        )
-    try:
-        return _tuning(row, scale) if row.start is not None else _pretraining(row, scale)
-    except ValueError as error:
-        raise ValueError(
-            f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}"
-        ) from error
 
 
 def _pretraining(row: Experiment, scale: Preset) -> RunConfig:
@@ -307,7 +329,7 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
     known = scale.base if row.start == "base" else str(row.start)
     if scale.name not in experiment(known).presets:
         known += "_1b"
-    start = _named(known, scale.name)
+    start = _pretraining(experiment(known), scale)
     # Everything is as in the pre-training, except for the changes below.
     run: RunConfig = FinetuneConfig(
         row.name, scale.name, 0, start.model, start.data, start.train, start.experiment
@@ -321,15 +343,24 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
 
 def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     """The run with the fields at dotted paths replaced. It is checked once, after all changes."""
-    values = dataclasses.asdict(run)
+    tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
         *parts, name = path.split(".")
-        inner = values
+        inner, old = tree, run
         for part in parts:
-            inner = inner[part]
-        inner[name] = _scaled(value, inner[name], run.model, scale)
-    whole: RunConfig = from_dict(type(run), values)
+            inner = inner.setdefault(part, {})
+            old = getattr(old, part)
+        inner[name] = _scaled(value, getattr(old, name), run.model, scale)
+    whole: RunConfig = _replaced(run, tree)
     return whole
+
+
+def _replaced(config: Any, tree: Json) -> Any:
+    """A config with other values of some fields. A dict has those of an inner config."""
+    values = {}
+    for name, value in tree.items():
+        values[name] = _replaced(getattr(config, name), value) if isinstance(value, dict) else value
+    return dataclasses.replace(config, **values)
 
 
 def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:

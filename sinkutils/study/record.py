@@ -23,31 +23,38 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import platform
+import stat
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy
-import tokenizers
-import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as dump_tensors
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from sinkutils import paths
-from sinkutils.checks import first_line, require
-from sinkutils.measuring.tokenizer import open_tokenizer
-from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.checks import first_line, real, require
 from sinkutils.paths import not_saved, sync_folder, write_synced
-from sinkutils.study.config import Json, RunConfig, config_dict, from_dict, upgrade
-from sinkutils.study.corpus import Identity
-from sinkutils.study.schema import Metrics
+from sinkutils.study.config import (
+    Identity,
+    Json,
+    RunConfig,
+    check_config,
+    config_dict,
+    from_dict,
+    upgrade,
+)
+from sinkutils.study.metrics import Metrics, check_metrics
+
+if TYPE_CHECKING:  # a list of records needs none of these
+    import numpy as np
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+    from sinkutils.model.decoder import TransformerLM
 
 RULES = 4  # is raised by hand when the rules by which the ledger judges change
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
@@ -57,7 +64,7 @@ WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 JSONS = ("config.json", "metrics.json", "provenance.json")
 FILES = frozenset((*JSONS, ATTENTION, WEIGHTS, TOKENIZER, SUMS))  # all files that a record may have
-Tensors = dict[str, Tensor]
+LARGEST = 2**27  # the most bytes of a file other than the weights
 Folder = Path | str | None  # a folder of records; None means data/runs
 ADVICE = "bring the folder back from where it came, or train the run again"
 
@@ -110,23 +117,36 @@ class Record:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """The contents of metrics.json."""
+        """The contents of metrics.json. Raises `CorruptRecord` if they are of no run."""
         metrics: Metrics = _read_json(self.folder, "metrics.json", self.digests)
+        with _explained(self.folder, "metrics.json"):
+            check_metrics(metrics, self.config["model"])
         return metrics
 
     @cached_property
     def provenance(self) -> Json:
         """The contents of provenance.json."""
         provenance: Json = _read_json(self.folder, "provenance.json", self.digests)
+        with _explained(self.folder, "provenance.json"):
+            real("wall_seconds", provenance.get("wall_seconds", 0.0), "a number of seconds")
         return provenance
 
     @property
-    def arrays(self) -> Tensors:
+    def arrays(self) -> dict[str, Tensor]:
         """The arrays in alpha.safetensors, mainly "curve". Empty if there is no such file."""
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self.read_arrays().items()}
+
+    def read_arrays(self) -> dict[str, np.ndarray]:
+        """The same as arrays of NumPy, for which PyTorch is not needed."""
         if ATTENTION not in self.digests:
             return {}
+        from safetensors.numpy import load
+
         with _explained(self.folder, ATTENTION):
-            return load_tensors(_intact(self.folder, ATTENTION, self.digests))
+            arrays: dict[str, np.ndarray] = load(_intact(self.folder, ATTENTION, self.digests))
+            return arrays
 
     @property
     def weights(self) -> Path | None:
@@ -135,24 +155,32 @@ class Record:
         return path if path.exists() else None
 
     @property
-    def tokenizer(self) -> tokenizers.Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer that was kept with the weights. Raises `CorruptRecord` if there is none."""
+        from sinkutils.measuring.tokenizer import open_tokenizer
+
         _intact(self.folder, TOKENIZER, self.digests)
         return open_tokenizer(self.folder / TOKENIZER)
 
-    def load_weights(self) -> Tensors:
+    def load_weights(self) -> dict[str, Tensor]:
         """The trained weights, by name.
 
         Raises `CorruptRecord` if their file is missing or has changed.
         """
+        from safetensors.torch import load
+
         with _explained(self.folder, WEIGHTS):
-            return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
+            weights: dict[str, Tensor] = load(_intact(self.folder, WEIGHTS, self.digests))
+            return weights
 
     def load_model(self) -> TransformerLM:
         """The trained model, on the CPU in float32.
 
         Raises `CorruptRecord` if its weights were not kept.
         """
+        from sinkutils.model.config import LMConfig
+        from sinkutils.model.decoder import TransformerLM
+
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
             model = TransformerLM(from_dict(LMConfig, self.config["model"]))
@@ -167,6 +195,25 @@ class Record:
         for name in self.digests:
             if name != WEIGHTS:
                 _intact(self.folder, name, self.digests)
+
+    def check_contents(self) -> None:
+        """The same, and check that what readers use is of a run.
+
+        Raises `CorruptRecord` for the first file that has changed, or whose contents no run writes.
+        """
+        if TOKENIZER in self.digests:
+            _intact(self.folder, TOKENIZER, self.digests)
+        _ = self.metrics, self.provenance
+        curve = self.read_arrays().get("curve")
+        with _explained(self.folder, ATTENTION):
+            maps = (self.config["model"]["num_layers"], self.config["model"]["num_heads"])
+            fits = curve is None or (
+                curve.ndim == 4
+                and len(curve) == len(self.metrics["curve"])
+                and curve.shape[2:] == maps
+                and bool((abs(curve) < 2).all())  # also not true of NaN
+            )
+            require(fits, "its curve is no alpha of such a model")
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
@@ -184,10 +231,10 @@ def write_record(
     config: RunConfig,
     metrics: Json,
     provenance: Json,
-    weights: Tensors | None = None,
-    tokenizer: tokenizers.Tokenizer | None = None,
+    weights: dict[str, Tensor] | None = None,
+    tokenizer: Tokenizer | None = None,
     corpus: Identity | None = None,
-    arrays: Tensors | None = None,
+    arrays: dict[str, Tensor] | None = None,
 ) -> Record:
     """Write a record as a whole or not at all.
 
@@ -198,6 +245,8 @@ def write_record(
     arrays: the contents of alpha.safetensors.
     Raises OSError with advice if the disk is full.
     """
+    from safetensors.torch import save
+
     # The contents of all files are made in memory before the first file is written.
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
@@ -207,9 +256,9 @@ def write_record(
         text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
         files[name] = text.encode()
     if arrays:
-        files[ATTENTION] = dump_tensors(arrays)
+        files[ATTENTION] = save(arrays)
     if weights:
-        files[WEIGHTS] = dump_tensors(weights)
+        files[WEIGHTS] = save(weights)
     if tokenizer is not None:
         files[TOKENIZER] = tokenizer.to_str().encode()
     # The lines are those of `sha256sum`. The last one is the digest of the lines above it.
@@ -224,6 +273,7 @@ def write_record(
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
+        sync_folder(new)
         # The old record moves aside, then the new one takes its place. If the process dies between
         # the two renames, `finish_replacement` puts the old one back.
         if target.exists():
@@ -262,11 +312,13 @@ def finish_replacement(target: Path) -> None:
 
 
 def remove(folder: Path, files: Collection[str]) -> None:
-    """Delete a folder, if it exists, that has no other files than these.
+    """Delete a folder, if it exists, that has no other files than these. Of a link only the link.
 
     Raises OSError if it has others.
     """
-    if folder.exists():
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         for name in files:
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
@@ -284,8 +336,8 @@ def rounded(value: Any, digits: int = 5) -> Any:
 def versions() -> Json:
     """The versions of the software, and the number of the ledger's rules at that time."""
     known = {"rules": RULES, "python": platform.python_version(), "processor": platform.machine()}
-    for module in (torch, numpy, tokenizers):
-        known[module.__name__] = module.__version__
+    for name in ("torch", "numpy", "tokenizers"):
+        known[name] = importlib.import_module(name).__version__
     if paths.CHECKOUT is not None:
         command = ["git", "-C", str(paths.CHECKOUT), "rev-parse", "--short=10", "HEAD"]
         # Without git there is an OSError. In an archive of the code, git prints nothing.
@@ -305,19 +357,24 @@ def read_record(target: Path) -> Record:
     return record
 
 
-def open_record(target: Path) -> Record:
-    """Open a record. Only its config is read now; the other files are read on first access."""
+def open_record(target: Path, known: Callable[[Json], bool] | None = None) -> Record:
+    """Open a record. Only its config is read now; the other files are read on first access.
+
+    known: whether a config is known to be possible, so that it need not be checked.
+    """
     digests = _digests(target)
     config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
         config = upgrade(config)
+        if known is None or not known(config):
+            check_config(config)
     return Record(target, config, digests)
 
 
 def _digests(target: Path) -> dict[str, str]:
     """The digest of each file by its name, as in SHA256SUMS."""
     try:
-        text = _text((target / SUMS).read_bytes()).decode()
+        text = _text(_contents(target / SUMS)).decode()
         *lines, own = text.splitlines(keepends=True)
         digest = _sha256("".join(lines).encode())
         require(own == f"{digest}  {SUMS}\n", "changed")
@@ -344,7 +401,7 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     """The contents of a file of a record. Raises `CorruptRecord` if the file has changed."""
     data = b""
     with contextlib.suppress(OSError):
-        data = (target / name).read_bytes()
+        data = _contents(target / name)
     if not name.endswith(".safetensors"):
         data = _text(data)
     if _sha256(data) != digests.get(name):
@@ -353,6 +410,20 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
             f"read: {ADVICE}"
         )
     return data
+
+
+def _contents(path: Path) -> bytes:
+    """The contents of a plain file. Raises OSError for a link, a pipe, a device or a huge file."""
+    # The flags exist on some systems only. Without O_NONBLOCK, opening a pipe would wait.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    flags |= getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("no plain file")
+        if status.st_size > LARGEST and path.name != WEIGHTS:
+            raise OSError("too large")
+        return file.read()
 
 
 @contextlib.contextmanager

@@ -14,14 +14,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from sinkutils import paths
-from sinkutils.checks import integer
-from sinkutils.study.config import RECIPE, RunConfig, check_name, config_dict
-from sinkutils.study.corpus import Identity, public_name
-from sinkutils.study.grid import EXPERIMENTS, PRESETS, config, find_preset, plan, resolve
+from sinkutils.checks import integer, require
+from sinkutils.study import grid
+from sinkutils.study.config import (
+    RECIPE,
+    FinetuneConfig,
+    Identity,
+    Json,
+    RunConfig,
+    check_name,
+    config_dict,
+    public_name,
+)
+from sinkutils.study.grid import by_name, plan, presets, resolve
 from sinkutils.study.record import (
     FILES,
     CorruptRecord,
@@ -36,10 +46,13 @@ from sinkutils.study.record import (
     short_name,
 )
 
+if TYPE_CHECKING:
+    from sinkutils.study.corpus import Corpus
+
 # How long to try for a lock. One try is not enough: the last owner may just be removing the file.
 LOCK_SECONDS = 0.2
-# All files that the folder of an unfinished run may have.
-UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")
+# All files that the folder of an unfinished run may have; those of paths.replace_file are deleted.
+UNFINISHED = ("checkpoint.pt", "lock")
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,8 @@ class RunFolder:
         with lock:
             try:
                 finish_replacement(self.folder)
+                for half in self.partial.glob(".*.tmp"):  # of a process that died while it wrote
+                    half.unlink()
                 yield
                 self.checkpoint.unlink(missing_ok=True)
             finally:
@@ -191,7 +206,7 @@ class Runs:
                 missing.append(run)
         return missing
 
-    def entries(self, preset: str) -> Iterator[Record]:
+    def entries(self, preset: str, contents: bool = True) -> Iterator[Record]:
         """Every record of a preset, sorted by experiment and seed.
 
         preset: the name of a preset, or that of the folder for another text, such as
@@ -199,9 +214,13 @@ class Runs:
 
         The status of a record is done, failed (the training failed), stale or corrupt. A corrupt
         record is empty, and causes a warning. Callers share the records and must not change them.
+
+        contents: whether the numbers of each record are looked at, or only its config and whether
+        its files are as they were written.
         """
-        find_preset(preset.partition("@")[0])
         check_name("preset", preset)
+        if not (self.folder / preset).is_dir():
+            grid.find_preset(preset.partition("@")[0])  # its error lists the presets
         if not self.folder.is_dir():
             warnings.warn(
                 f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
@@ -210,9 +229,9 @@ class Runs:
         for folder in sorted(folders, key=_by_seed):
             if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # the name is no seed
                 continue
-            record = _shared(folder, _stamp(folder))
-            if record.status == "corrupt":
-                warnings.warn(str(record.reason), stacklevel=2)
+            record = _shared(folder, _stamp(folder), contents)
+            if record.problem and record.problem[0] == "corrupt":
+                warnings.warn(record.problem[1], stacklevel=2)
             yield record
 
 
@@ -229,7 +248,7 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
     it is damaged.
     """
     base = preset.partition("@")[0]
-    if base in PRESETS and (name == "base" or name in EXPERIMENTS):
+    if base in presets() and (name == "base" or name in by_name()):
         name = resolve(name, base)
     check_name("preset", preset)
     check_name("experiment", name)
@@ -262,30 +281,69 @@ def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
 
 
 @lru_cache(maxsize=4096)  # a notebook reads the records of a preset many times
-def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
+def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]], contents: bool) -> Record:
     """A record with its status, from the cache. Callers must not change it."""
-    return _with_status(folder)
+    return _with_status(folder, contents)
 
 
-def _with_status(folder: Path) -> Record:
+def _with_status(folder: Path, contents: bool = True) -> Record:
     """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
-    # The folder is that of a preset, or for another text such as "laptop@path-mine-0123abcd".
-    base, apart, _ = folder.parts[-3].partition("@")
+    preset, experiment, seed = folder.parts[-3:]
     try:
-        record = open_record(folder)
-        try:
-            run = config(record.experiment, base, record.seed)
-        except ValueError as error:  # the preset has no such experiment
-            return replace(record, problem=("stale", str(error)))
-        if not is_of(record, run, record.config["corpus"] if apart else None):
-            reason = "the experiment or the recipe has changed since: train it again"
-            if record.config["recipe"] > RECIPE:
-                reason = "a later version of this package made it: update the package"
+        wanted = _expected(preset, experiment, int(seed))
+        record = open_record(folder, known=lambda config: _differs(config, wanted) == "")
+        reason = wanted if isinstance(wanted, str) else _differs(record.config, wanted)
+        if reason:
             return replace(record, problem=("stale", reason))
-        record.check()
+        if contents:
+            record.check_contents()
+        else:
+            record.check()
         return record
     except CorruptRecord as error:
         return Record(folder, {}, {}, ("corrupt", str(error)))
+
+
+def _expected(preset: str, experiment: str, seed: int) -> Json | str:
+    """What the config of a record in this folder must hold, or why there can be no such record.
+
+    An experiment of the study has one config at a preset. A variant of one's own, or an experiment
+    at a preset of one's own, may have any.
+    """
+    # The folder of a preset, or for another text such as "laptop@path-mine-0123abcd".
+    base, apart, _ = preset.partition("@")
+    if base not in presets() or experiment not in by_name():
+        return {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
+    try:
+        wanted = grid.contents(experiment, base, seed)
+    except ValueError as error:  # the preset has no such experiment
+        return str(error)
+    return wanted if apart else wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
+
+
+def _differs(config: Json, wanted: Json | str) -> str:
+    """In what the config of a record differs from what it must hold, in words, or ""."""
+    if isinstance(wanted, str):
+        return wanted
+    fields = sorted(_different(wanted, config))
+    if not fields:
+        return ""
+    if config["recipe"] > RECIPE:
+        return "a later version of this package made it: update the package"
+    return (
+        f"the run of that name has changed since, in {', '.join(fields)}: train it again (a variant "
+        "of your own needs a name of its own)"
+    )
+
+
+def _different(wanted: Json, config: Json, path: str = "") -> Iterator[str]:
+    """The dotted paths of the fields of `wanted` that a config does not have or has otherwise."""
+    for name, value in wanted.items():
+        other = config.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _different(value, other, f"{path}{name}.")
+        elif value != other:
+            yield f"{path}{name}"
 
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
@@ -308,3 +366,59 @@ def _read(folder: Path) -> Record | None:
     except CorruptRecord as error:
         warnings.warn(f"{error}; it counts as missing", stacklevel=4)
         return None
+
+
+# ---- what a training asks before its first step
+
+
+def claim(
+    config: RunConfig, runs: Folder, corpus: Corpus | str | None, weights: bool
+) -> tuple[RunFolder, Corpus | None, Record | None]:
+    """The folder of a run, its text, and the record that it has already, if there is one.
+
+    The arguments are those of `train`. With a record of the config's own text, that text is not
+    opened, and None stands for it. A warning says if a run is trained on another text than its own.
+    """
+    from sinkutils.study.corpus import Corpus, load_corpus
+
+    store = Runs(runs)
+    own = store.of(config)
+    if corpus is None:
+        done = own.record(weights)
+        if done is not None:
+            return own, None, done
+    text = corpus
+    vocabulary = config.model.vocab_size
+    if not isinstance(text, Corpus):
+        text = load_corpus(text or config.data.corpus, vocabulary)
+    what = f"corpus {text.name!r} with {text.vocab_size} tokens"
+    require(
+        text.vocab_size <= vocabulary,
+        f"{what} is too large for a model of {vocabulary}: "
+        "raise vocab_size or load the corpus with fewer",
+    )
+    place = store.of(config, text.identity)
+    if place.folder != own.folder or text.vocab_size != vocabulary:
+        warnings.warn(
+            f"training on {what} in place of {public_name(config.data.corpus)!r} "
+            f"with {vocabulary}, its own text: the record is {place.name}",
+            stacklevel=3,
+        )
+    return place, text, place.record(weights)
+
+
+def before(config: FinetuneConfig) -> RunConfig:
+    """The run that a fine-tuning starts from."""
+    return grid.config(config.start, config.preset, config.seed)
+
+
+def start_of(config: FinetuneConfig, store: Runs, text: Corpus) -> Record | None:
+    """The record that a fine-tuning starts from, or None if this run has yet to be trained.
+
+    If there is no record on this text, one on the config's own text is taken.
+    """
+    run = before(config)
+    record = store.of(run, text.identity).record() or store.of(run).record()
+    if record is not None and record.status == "done" and record.weights is None:
+        return None
+    return record

@@ -13,8 +13,8 @@ from helpers import CPU, environment
 from sinkutils import config
 from sinkutils.study.corpus import pack_corpus
 from sinkutils.study.record import read_record, record_folder
-from sinkutils.study.run import Run
 from sinkutils.study.store import Runs
+from sinkutils.study.train import Run
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_the_papers_60m_takes_an_optimiser_step(corpus):
     model = dataclasses.replace(paper.model, context_length=256)
     run = Run(dataclasses.replace(paper, train=schedule, model=model), corpus, CPU)
     # Of all its words.
-    run.chunks.tokens = torch.randint(3, 50_432, run.chunks.tokens.shape)
+    run.task.train.tokens = torch.randint(3, 50_432, run.task.train.tokens.shape)
     before = run.model.blocks[9].attention.qkv.weight[:4].detach().clone()
     loss = float(run.advance())
     # Untrained logits are normal with variance 2/5, by the initialisation: the loss is log V + 1/5.

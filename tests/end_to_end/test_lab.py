@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import sinkutils as su
 from sinkutils.model.attention import rotate
-from sinkutils.study.packing import fix_position
+from sinkutils.study.task import fix_position
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
 PAGE = LAB / "index.html"

@@ -30,13 +30,13 @@ from sinkutils.study import corpus as corpora
 from sinkutils.study import external
 from sinkutils.study.config import (
     PRECISIONS,
+    DataConfig,
     RunConfig,
     TrainConfig,
     config_hash,
     from_dict,
     learning_rate,
 )
-from sinkutils.study.packing import DataConfig
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}

@@ -260,8 +260,6 @@ def test_bad_input_is_a_clear_error():
     refuses("attention_mask must be of type Tensor", measure, model, ids, attention_mask=[[1]])
     with refused("between the tokens"):
         measure(model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
-    packed = torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)
-    refuses("packed texts.*a row of its", measure, model, ids, attention_mask=packed)
     with refused("must have the shape of ids"):
         measure(model, ids, attention_mask=torch.ones(3, 1, T, T))
     refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))

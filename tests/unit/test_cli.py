@@ -28,8 +28,8 @@ from sinkutils.measuring.tokenizer import special_ids
 from sinkutils.names import record_named
 from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural
-from sinkutils.study.packing import fix_position
 from sinkutils.study.store import Runs
+from sinkutils.study.task import fix_position
 
 
 def said(capsys, *arguments) -> str:
@@ -248,7 +248,7 @@ def test_the_command_measure_gives_what_it_is_asked(
 @pytest.mark.slow
 def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp_path, monkeypatch):
     texts = []
-    take = "sinkutils.study.trainer.load_corpus"
+    take = "sinkutils.study.corpus.load_corpus"
     monkeypatch.setattr(take, lambda name, *_, **__: texts.append(name) or corpus)
     usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):

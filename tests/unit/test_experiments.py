@@ -13,20 +13,26 @@ from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
-from sinkutils.study.config import RunConfig, TrainConfig, config_dict, config_hash, from_dict
+from sinkutils.study.config import (
+    DataConfig,
+    RunConfig,
+    TrainConfig,
+    config_dict,
+    config_hash,
+    from_dict,
+)
 from sinkutils.study.grid import (
-    EXPERIMENTS,
-    PRESETS,
     Experiment,
+    by_name,
     config,
     experiment,
     experiments,
     find_preset,
     plan,
+    presets,
     resolve,
     unavailable,
 )
-from sinkutils.study.packing import DataConfig
 from sinkutils.study.store import Runs
 
 REPORTED = pd.read_csv(PAPER / "pretraining.csv")
@@ -70,7 +76,7 @@ def changes(run: RunConfig, base: RunConfig) -> dict:
 
 @pytest.mark.parametrize("scale", SMALL)
 def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_it_names(scale):
-    assert unavailable(scale) == {e.name for e in EXPERIMENTS.values() if scale not in e.presets}
+    assert unavailable(scale) == {e.name for e in by_name().values() if scale not in e.presets}
     base, plain = config("base", scale), config("default", scale)
     for row in of(scale):
         run = config(row.name, scale, seed=3)
@@ -85,7 +91,7 @@ def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_
             assert isinstance(value, dict) or values[path] == as_it_stands, (row.name, path)
 
 
-@pytest.mark.parametrize("scale", PRESETS)
+@pytest.mark.parametrize("scale", presets())
 def test_two_names_are_one_run_only_where_a_preset_cannot_tell_them_apart(scale):
     own = {e.name: resolve(e.name, scale) for e in of(scale)}
     same = {name: first for name, first in own.items() if name != first}
@@ -102,7 +108,7 @@ def test_two_names_are_one_run_only_where_a_preset_cannot_tell_them_apart(scale)
 
 def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
     bases = [*["fixed_1"] * 3, *["default"] * 3, "softmax_1b"]
-    assert [scale.base for scale in PRESETS.values()] == bases
+    assert [scale.base for scale in presets().values()] == bases
     for name, position in (("base", 1), ("k_bias", 1), ("default", None)):
         assert config(name, "laptop").data.fixed_position == position
     # variants without a fixed token change the default and not the base
@@ -163,16 +169,16 @@ def test_unknown_names_are_refused_with_what_there_is():
 def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(monkeypatch):
     changes = {"model.attention.similarity": "sigmod"}
     wrong = Experiment("wrong", "8", "a misspelt similarity", changes)
-    monkeypatch.setitem(EXPERIMENTS, "wrong", wrong)
-    grid._all.cache_clear()
+    monkeypatch.setitem(by_name(), "wrong", wrong)
+    grid._runs.cache_clear()
     with refused("'wrong' is not available at preset 'minute': similarity must be one of"):
         unavailable("minute")
     misspelt = {"model.attention.window": {"times": 0.5, "of": "contxt"}}
-    monkeypatch.setitem(EXPERIMENTS, "wrong", Experiment("wrong", "6", "of nothing", misspelt))
-    grid._all.cache_clear()
+    monkeypatch.setitem(by_name(), "wrong", Experiment("wrong", "6", "of nothing", misspelt))
+    grid._runs.cache_clear()
     with refused("cannot be a multiple of 'contxt'"):
         unavailable("minute")
-    grid._all.cache_clear()
+    grid._runs.cache_clear()
 
 
 def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):
@@ -225,11 +231,11 @@ def test_numpys_numbers_make_the_run_that_pythons_make():
     assert config("k_bias", "smoke", np.int64(1)) == config("k_bias", "smoke", 1)
 
 
-@pytest.mark.parametrize("scale", PRESETS)
+@pytest.mark.parametrize("scale", presets())
 def test_what_a_preset_leaves_out_exists_carries_no_verdict_and_is_trained_where_it_is_named(scale):
     left_out = find_preset(scale).leaves_out
     swept = {run.experiment for run in grid.plan(scale)}
-    assert set(left_out) <= set(EXPERIMENTS) and not swept & set(left_out)
+    assert set(left_out) <= set(by_name()) and not swept & set(left_out)
     for name in left_out:
         assert [run.experiment for run in grid.plan(scale, seeds=[0], only=[name])] == [name]
     if left_out:
@@ -242,7 +248,7 @@ def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experime
     assert set(REPORTED.item) == set(rows.item) and not REPORTED.duplicated(["item", "row"]).any()
     named = set(REPORTED.experiment) - {"base"}
     # of later papers: after_paper.csv
-    assert named == {e.name for e in EXPERIMENTS.values() if e.section != "8"}
+    assert named == {e.name for e in by_name().values() if e.section != "8"}
 
 
 def test_an_experiment_has_the_same_numbers_wherever_the_paper_repeats_it():

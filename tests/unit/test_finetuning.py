@@ -16,19 +16,20 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from sinkutils import TransformerLM, experiments, load_corpus, train
-from sinkutils.study import grid, instructions
+from sinkutils.study import finetune, grid
 from sinkutils.study.config import FinetuneConfig
-from sinkutils.study.finetune import FinetuneRun, answer_loss
-from sinkutils.study.grid import PRESETS, config, keeps_weights, plan
-from sinkutils.study.instructions import (
+from sinkutils.study.finetune import (
     IGNORED,
     Layout,
+    answer_loss,
     conversations,
     encode_conversation,
     make_pairs,
 )
+from sinkutils.study.grid import config, keeps_weights, plan, presets
 from sinkutils.study.record import Record, rounded
 from sinkutils.study.store import Runs
+from sinkutils.study.train import Run
 
 SOURCE = '''"""A module about nothing."""
 
@@ -77,7 +78,7 @@ def chats(text_folder, tmp_path_factory):
 
 
 def test_definitions_are_found_and_asked_for_and_their_first_paragraph_is_the_answer():
-    assert list(instructions.conversations_of(SOURCE)) == [  # two words are no answer
+    assert list(finetune.conversations_of(SOURCE)) == [  # two words are no answer
         chat("What is the class Sink?", "A place where attention goes, and stays."),
         chat("What does Sink.fill do?", "Let it in at a rate, \\alpha."),
     ]
@@ -143,7 +144,7 @@ def test_a_local_file_gives_the_chats_of_a_hub_data_set_like_it(chats, tmp_path,
     frame = pd.DataFrame([json.loads(line) for line in chats.read_text().splitlines()])
     frame.to_parquet(tmp_path / "data" / "train_sft-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path.parents[1])
-    monkeypatch.setattr(instructions, "ULTRACHAT", ("/".join(tmp_path.parts[-2:]), "train_sft"))
+    monkeypatch.setattr(finetune, "ULTRACHAT", ("/".join(tmp_path.parts[-2:]), "train_sft"))
     assert list(conversations("ultrachat")) == local
 
 
@@ -171,7 +172,7 @@ def test_rows_that_are_no_chats_are_shown(tmp_path):
 # ---- configs
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", presets())
 @pytest.mark.parametrize("name", [e.name for e in experiments("D")])
 def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(name, preset):
     run = config(name, preset, 1)
@@ -232,8 +233,8 @@ def start_of(run, runs) -> Record:
     return Runs(runs).of(config(run.start, run.preset, run.seed)).record()
 
 
-def state_of(run, runs, corpus) -> FinetuneRun:
-    return FinetuneRun(run, corpus, CPU, start_of(run, runs))
+def state_of(run, runs, corpus) -> Run:
+    return Run(run, corpus, CPU, start_of(run, runs))
 
 
 @pytest.mark.slow
@@ -256,13 +257,13 @@ def test_a_fine_tuning_starts_from_a_records_weights_and_tokenizer(
     with torch.no_grad():
         loss = float(answer_loss(held_out.model, held_out.valid))
     assert held_out.valid_loss() == pytest.approx(loss, rel=1e-6)
-    assert (len(held_out.chunks), len(held_out.valid)) == (held_out.config.pairs, 40)
+    assert (len(held_out.task.train), len(held_out.valid)) == (held_out.config.pairs, 40)
     for index in range(40):
         words = f"quite other text {index}, of other words altogether, "
         (tmp_path / f"{index}.txt").write_text(words * 20)
     other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache")
     state = state_of(small("sft_softmax", chats), started, other)
-    assert state.tokenizer.to_str() == corpus.tokenizer.to_str() != other.tokenizer.to_str()
+    assert state.task.tokenizer.to_str() == corpus.tokenizer.to_str() != other.tokenizer.to_str()
 
 
 @pytest.mark.slow
@@ -299,10 +300,9 @@ def test_two_fine_tunings_and_a_broken_one_that_goes_on_are_equal(started, chats
 
 @pytest.mark.slow
 def test_a_missing_start_is_trained_and_a_failed_one_refused(tmp_path, chats, corpus, monkeypatch):
-    quick = replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
-    monkeypatch.setitem(PRESETS, "smoke", quick)
-    for name in ("_all", "_named", "_names"):  # with caches of their own
-        monkeypatch.setattr(grid, name, lru_cache(getattr(grid, name).__wrapped__))
+    quick = replace(presets()["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
+    monkeypatch.setitem(presets(), "smoke", quick)
+    monkeypatch.setattr(grid, "_runs", lru_cache(grid._runs.__wrapped__))  # a cache of its own
     run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
     made_up(tmp_path, "sigmoid")
     record = train(run, tmp_path, corpus=corpus, progress=False)

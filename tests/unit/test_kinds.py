@@ -5,6 +5,7 @@ The right value is by definition: from the weights that the model itself compute
 
 import contextlib
 import copy
+import functools
 import sys
 import threading
 import types
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.families import repeat_heads
@@ -46,14 +47,64 @@ def mine(module, query, key, value, attention_mask, scaling=None, **kwargs):
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+FORMS = {
+    "function": mine,
+    "lambda": lambda *inputs, **options: mine(*inputs, **options),
+    "partial": functools.partial(mine, marked=1),
+    "partial of transformers": functools.partial(eager_attention_forward, dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mine", "sdpa"], ids=["registered", "in the place of sdpa"])
-def test_an_attention_function_of_ones_own_is_refused_by_name(name, monkeypatch):
-    monkeypatch.setitem(AttentionInterface._global_mapping, name, mine)
+def test_an_attention_function_of_ones_own_is_read_by_the_weights_that_it_returns(
+    name, form, monkeypatch
+):
+    model, ids, maps = build("llama"), tokens(), []
+
+    class Recorder:
+        def __call__(self, *inputs, **options):
+            out, weights = FORMS[form](*inputs, **options)
+            maps.append(weights)
+            return out, weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, Recorder())
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, eager_mask)
-    model, ids = build("llama"), tokens()
     model.set_attn_implementation(name)
-    for operate in (measure, surgery.untouched):
-        refuses(f"{name!r} that is none of transformers'", operate, model, ids)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    expected = alpha_by_definition(maps, TARGETS)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, FORMS[form])
+    report = measure(model, ids, TARGETS)
+    assert_close(report.alpha, expected, **close)
+    assert report.key_norms is not None
+    found = surgery.untouched(model, ids)
+    assert_close(found.report.alpha, expected[:, :2], **close)
+    nats = nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    assert_close(found.losses, nats, **close)
+    if form != "partial of transformers":
+        refuses("hidden from transformers' own attention functions", surgery.hide, model, ids)
+
+
+def test_an_attention_function_of_ones_own_without_weights_is_refused_for_that(monkeypatch):
+    model, ids = build("llama"), tokens()
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "mine", lambda *a, **b: (mine(*a, **b)[0], None)
+    )
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "mine", eager_mask)
+    model.set_attn_implementation("mine")
+    refuses("'mine' is none of transformers', and returns no weights", measure, model, ids)
+    # without a mask of its own, which transformers then leaves out, it sees later tokens
+    monkeypatch.delitem(AttentionMaskInterface._global_mapping, "mine")
+    seeing = lambda *a, **b: mine(*a[:4], 0.0, **b)  # noqa: E731
+    monkeypatch.setitem(AttentionInterface._global_mapping, "mine", seeing)
+    refuses("sees later tokens", measure, model, ids)
+
+
+def test_transformers_own_paged_attention_says_what_it_needs():
+    model = build("llama")
+    model.set_attn_implementation("paged|eager")
+    refuses("without a paged attention cache", measure, model, tokens())
 
 
 class Derived(LlamaAttention):
@@ -108,7 +159,7 @@ def test_attention_made_bidirectional_is_refused_unless_eager_ignores_the_flag(l
     assert_close(measure(model, ids).alpha, right, **close)  # eager
     model.set_attn_implementation("sdpa")
     for operate in (measure, surgery.untouched):
-        refuses(r"sees later tokens; .*set_attn_implementation\('eager'\)", operate, model, ids)
+        refuses("sees later tokens by its attention 'sdpa'", operate, model, ids)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["one token first", "one token last"])

@@ -18,7 +18,7 @@ from sinkutils.ledger.readings import Bar, Readings, label, readings, real_model
 from sinkutils.ledger.statistics import Estimate, agreement, fit_prior, inverse_trigamma, moderated
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.frames import live_heads
-from sinkutils.study.grid import EXPERIMENTS
+from sinkutils.study.grid import by_name
 
 
 def made(excesses, quantity="excess", least=3, preset="laptop", **more):
@@ -366,7 +366,7 @@ def test_a_verdict_follows_from_the_states(states, premises, expected):
 
 
 def test_margins_are_the_papers_own():
-    paper = {e.name: e.paper for e in EXPERIMENTS.values()}
+    paper = {e.name: e.paper for e in by_name().values()}
     assert rules.SINK == pytest.approx(paper["lr_quarter"]["sink_1"] / paper["default"]["sink_1"])
     between = (paper["heads_4"]["sink_1"] + paper["scale_0.2"]["sink_1"]) / 2
     assert rules.MARGIN == pytest.approx(1 - between / paper["default"]["sink_1"])
@@ -478,7 +478,7 @@ def test_every_claim_names_experiments_that_exist_and_says_where_it_is_from():
     for claim in read_claims():
         assert claim.source and claim.claim.endswith("."), claim.id
         for check in (*claim.checks, *claim.given):
-            assert check.kind in rules.REAL or set(check.runs) <= {"base", *EXPERIMENTS}, claim.id
+            assert check.kind in rules.REAL or set(check.runs) <= {"base", *by_name()}, claim.id
 
 
 @pytest.mark.parametrize("entry, says", [

@@ -28,7 +28,7 @@ from sinkutils.model.attention import (
     rotate,
 )
 from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
-from sinkutils.study.grid import EXPERIMENTS, config, unavailable
+from sinkutils.study.grid import by_name, config, unavailable
 
 ARCHITECTURES = architectures()
 
@@ -105,7 +105,7 @@ def test_a_model_in_half_precision_keeps_its_position_tables(position, dtype):
         assert torch.equal(table, exact[name]) and table.dtype == exact[name].dtype
 
 
-@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS.values() if "smoke" in e.presets])
+@pytest.mark.parametrize("name", [e.name for e in by_name().values() if "smoke" in e.presets])
 def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
     """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):

@@ -177,6 +177,15 @@ def test_no_module_is_longer_than_500_lines():
     assert {name: count for name, count in lines.items() if count > 500} == {}
 
 
+def later_blocks_with_a_sink(name):
+    """Sink_1 of blocks 2 to L in percent, over the seeds that keep alpha of each text."""
+    shares = []
+    for seed in range(6):
+        alpha = su.record(name, "laptop", seed).arrays["final"][:, 0]  # (n, L, H)
+        shares.append(100 * float((np.asarray(alpha)[:, 1:] > 0.3).mean()))
+    return np.mean(shares)
+
+
 @pytest.mark.slow
 def test_each_number_of_ours_is_what_the_records_say():
     numbers = ["sink_1", "sink_star", "element_block_1"]
@@ -220,6 +229,15 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"without it {gemma['text']:.1f} % of the pairs have a sink on the first token, with it {gemma['BOS']:.1f} %",
         f"{smol:.2f} % [",
     }
+    later = {
+        name: later_blocks_with_a_sink(name)
+        for name in ("fixed_1", "sigmoid", "sigmoid_normalised")
+    }
+    assert later["sigmoid"] == 0
+    said |= {
+        f"in blocks 2 to 4 alone it is {later['fixed_1']:.1f} % with softmax, none with sigmoid",
+        f"and {later['sigmoid_normalised']:.1f} % with normalised sigmoid",
+    }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
     assert mean.sink_1.k_bias == key.sink_1 == 0
@@ -230,7 +248,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         assert sinks[:, 0].any() and not sinks[:, 1:].any()
     ledger = (ROOT / "notebooks" / "10_ledger.ipynb").read_text("utf-8")
     for page in (ledger, readme):
-        assert "78 claims judged under both" in page and "53 have the same verdict" in page
+        assert "78 claims judged under both" in page and "54 have the same verdict" in page
     assert "clear under both: 24, 24 of them alike" in ledger
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import CPU, refuses
 
-from sinkutils.study.packing import Chunks, DataConfig, fix_position
+from sinkutils.study.config import DataConfig
+from sinkutils.study.task import Chunks, fix_position
 
 C = 32
 

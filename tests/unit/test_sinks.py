@@ -16,7 +16,7 @@ from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
 from sinkutils.measuring.own import attention_shares
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import Tally
-from sinkutils.study.final import destinations, gradient_norms, line_breaks
+from sinkutils.study.evaluate import destinations, gradient_norms, line_breaks
 
 T, TARGETS = 20, (1, 2, 5)
 ARCHITECTURES = architectures()

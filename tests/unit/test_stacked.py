@@ -9,10 +9,10 @@ from stacked import Stack, clip_each, train_stacked
 from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, TransformerLM
-from sinkutils.study import run as training_run
+from sinkutils.study import task
 from sinkutils.study.config import RunConfig
-from sinkutils.study.run import Run, next_token_loss
-from sinkutils.study.trainer import train
+from sinkutils.study.task import next_token_loss
+from sinkutils.study.train import Run, train
 
 STEPS = 20
 always, never = (lambda config: True), (lambda config: False)
@@ -119,7 +119,7 @@ def test_a_run_that_fails_is_recorded_and_stops_no_other(tiny, corpus, tmp_path,
             model.unembed.weight.data.fill_(torch.nan)
         return model
 
-    monkeypatch.setattr(training_run, "TransformerLM", broken)
+    monkeypatch.setattr(task, "TransformerLM", broken)
     records = train_stacked(configs, tmp_path, corpus=corpus, device="cpu", keep_weights=never)
     assert [record.status for record in records] == ["done", "failed"]
     assert "by step 10" in records[1].reason

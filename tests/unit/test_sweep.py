@@ -25,9 +25,9 @@ from sinkutils.commands import parser
 from sinkutils.study import record as records_module
 from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
-from sinkutils.study.run import Run
 from sinkutils.study.store import Runs
 from sinkutils.study.sweep import devices, engine, estimate, run_one, sweep
+from sinkutils.study.train import Run
 
 pytestmark = pytest.mark.slow
 

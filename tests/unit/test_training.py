@@ -19,17 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
 from sinkutils.measuring.report import NotFinite, norm_ratio
-from sinkutils.study import run as training_run
-from sinkutils.study import trainer
-from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
-from sinkutils.study.final import NOT_KEPT, destinations, gradient_norms, line_breaks
-from sinkutils.study.graph import GraphedStep
-from sinkutils.study.grid import PRESETS, plan
-from sinkutils.study.packing import Chunks, DataConfig, fix_position
+from sinkutils.study import step as stepping
+from sinkutils.study import train as training
+from sinkutils.study.config import DataConfig, RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.evaluate import NOT_KEPT, destinations, divergence, gradient_norms, line_breaks
+from sinkutils.study.grid import plan, presets
 from sinkutils.study.record import read_record, rounded
-from sinkutils.study.run import CrossEntropy, Run, instruction_set, next_token_loss
+from sinkutils.study.step import (
+    GraphedStep,
+    instruction_set,
+    make_optimizers,
+    reproducible,
+    set_rate,
+)
 from sinkutils.study.store import Runs
-from sinkutils.study.trainer import divergence, reproducible, train
+from sinkutils.study.task import Chunks, CrossEntropy, fix_position, next_token_loss
+from sinkutils.study.train import Run, train
 
 
 def change(run: RunConfig, **changes) -> RunConfig:
@@ -88,7 +93,7 @@ def test_prefixes_fixed_and_unscored_tokens_are_no_loss(
     kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t not in left_out]
     assert run.evaluate([])
     assert run.curve[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
-    batch = run.chunks.batch(0, 4, 0)
+    batch = run.task.train.batch(0, 4, 0)
     logits = run.model(batch[:, :-1])[:, kept].flatten(0, 1)
     expected = F.cross_entropy(logits, batch[:, 1:][:, kept].flatten())
     assert float(run.advance()) == pytest.approx(expected.item(), rel=1e-5)
@@ -101,12 +106,14 @@ def test_a_run_can_be_validated_on_another_text_in_its_tokens(tiny, corpus, tmp_
     texts = {"corpus": corpus.name, "validation": f"path:{tmp_path}"}
     data = dataclasses.replace(tiny.data, fixed_position=None, **texts)
     run = Run(dataclasses.replace(tiny, data=data), corpus, CPU)
-    assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
-    assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
+    assert "zebra" in run.task.tokenizer.decode(run.valid[0].tolist())
+    assert "zebra" not in run.task.tokenizer.decode(
+        run.task.train.batch(0, 4, 0).flatten().tolist()
+    )
     # Another text than the config's is validated on its own.
     sources = dataclasses.replace(data, corpus="sources")
     other = Run(dataclasses.replace(tiny, data=sources), corpus, CPU)
-    assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
+    assert "zebra" not in other.task.tokenizer.decode(other.valid.flatten().tolist())
 
 
 def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
@@ -256,12 +263,12 @@ def test_a_diverging_run_is_recorded_as_failed_not_overfitting(tiny, corpus, tmp
 def test_attention_not_finite_at_a_finite_loss_is_a_failure(tiny, corpus, tmp_path, monkeypatch):
     times = itertools.count()
 
-    def breaks(*arguments, really=training_run.measure, **options):
+    def breaks(*arguments, really=training.measure, **options):
         if next(times) == 2:
             raise NotFinite("alpha holds nan")
         return really(*arguments, **options)
 
-    monkeypatch.setattr(training_run, "measure", breaks)
+    monkeypatch.setattr(training, "measure", breaks)
     record = train(tiny, tmp_path, corpus=corpus, progress=False)
     assert record.status == "failed"
     assert [point["step"] for point in record.metrics["curve"]] == [0, 4]
@@ -293,7 +300,7 @@ def test_bf16_is_used_where_it_can_be(
 def test_muon_takes_the_linear_maps_of_the_blocks_alone():
     model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
     parameters = dict(model.named_parameters())
-    both = training_run.make_optimizers(parameters, TrainConfig(optimizer="muon"))
+    both = make_optimizers(parameters, TrainConfig(optimizer="muon"))
     parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
     assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
     names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
@@ -304,7 +311,7 @@ def test_muon_takes_the_linear_maps_of_the_blocks_alone():
 def test_a_rate_is_set_where_it_stands_also_where_a_cuda_graph_reads_it():
     there = torch.tensor(0.1)
     group = {"lr": there}
-    training_run.set_rate([SimpleNamespace(param_groups=[group, other := {"lr": 0.1}])], 0.5)
+    set_rate([SimpleNamespace(param_groups=[group, other := {"lr": 0.1}])], 0.5)
     assert group["lr"] is there and float(there) == other["lr"] == 0.5
 
 
@@ -314,7 +321,7 @@ def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, 
     run.passed.clear()
     checkpoint = Runs(tmp_path).of(tiny).checkpoint
     checkpoint.parent.mkdir(parents=True)
-    trainer.save_checkpoint(run, checkpoint)
+    training.save_checkpoint(run, checkpoint)
     said = train(tiny, tmp_path, corpus=corpus, progress=False).provenance
     assert said["wall_seconds"] >= 7.5
     assert said["tokens_per_second"] == pytest.approx(12 * 4 * 32 / said["wall_seconds"], rel=0.05)
@@ -328,7 +335,7 @@ def test_a_run_that_went_on_elsewhere_says_where_it_began(tiny, corpus, tmp_path
             )
     here = {"device": "cpu", "compiled": False, "precision_used": "fp32"}
     here["instruction_set"] = instruction_set()
-    monkeypatch.setattr(trainer, "instruction_set", lambda: ["another"])
+    monkeypatch.setattr(stepping, "instruction_set", lambda: ["another"])
     monkeypatch.setattr(torch, "compile", lambda loss: loss)  # which would take most of a minute
     said = train(tiny, tmp_path, corpus=corpus, compile=True, progress=False).provenance
     assert (said["instruction_set"], said["compiled"]) == (["another"], True)
@@ -336,9 +343,9 @@ def test_a_run_that_went_on_elsewhere_says_where_it_began(tiny, corpus, tmp_path
 
 
 def test_a_run_is_compiled_where_its_preset_says_so(tiny, corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
+    monkeypatch.setitem(presets(), "test", dataclasses.replace(presets()["laptop"], compile=True))
     # no answer from before
-    monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)
+    monkeypatch.setattr(training, "compiles", compiles := training.compiles.__wrapped__)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler")))
     with pytest.warns(UserWarning, match=r"torch\.compile does not work here \(RuntimeError\)"):
         assert not compiles()
@@ -347,16 +354,16 @@ def test_a_run_is_compiled_where_its_preset_says_so(tiny, corpus, tmp_path, monk
         assert not plain.provenance["compiled"]
     monkeypatch.setattr(torch, "compile", lambda loss: loss)
     assert train(tiny, tmp_path / "with", corpus=corpus, progress=False).provenance["compiled"]
-    monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=False))
+    monkeypatch.setitem(presets(), "test", dataclasses.replace(presets()["laptop"], compile=False))
     assert not train(tiny, tmp_path / "plain", corpus=corpus, progress=False).provenance["compiled"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, tmp_path):
     tiny = change(tiny, optimizer=optimizer)
-    trainer.save_checkpoint(advanced(tiny, corpus, 3), tmp_path / "c.pt")
+    training.save_checkpoint(advanced(tiny, corpus, 3), tmp_path / "c.pt")
     resumed = Run(tiny, corpus, CPU)
-    trainer.load_checkpoint(resumed, tmp_path / "c.pt")
+    training.load_checkpoint(resumed, tmp_path / "c.pt")
     assert resumed.step == 3
     for _ in range(3):
         resumed.advance()
@@ -367,17 +374,17 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, 
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_not_used(tiny, corpus, tmp_path):
     """Flipped and cut ones: test_sweep.py."""
     path = tmp_path / "c.pt"
-    trainer.save_checkpoint(advanced(tiny, corpus, 1), path)
+    training.save_checkpoint(advanced(tiny, corpus, 1), path)
     with pytest.warns(UserWarning, match="another config or corpus"):
-        trainer.load_checkpoint(Run(change(tiny, weight_decay=0.5), corpus, CPU), path)
+        training.load_checkpoint(Run(change(tiny, weight_decay=0.5), corpus, CPU), path)
     elsewhere = Run(tiny, corpus, CPU)
-    elsewhere.fingerprint = "0" * 64  # of the same config on another text
+    elsewhere.task.fingerprint = "0" * 64  # of the same config on another text
     with pytest.warns(UserWarning, match="another config or corpus"):
-        trainer.load_checkpoint(elsewhere, path)
+        training.load_checkpoint(elsewhere, path)
     path.write_bytes(b"")
     fresh = Run(tiny, corpus, CPU)
     with pytest.warns(UserWarning, match=r"c\.pt is truncated or changed; training starts again"):
-        trainer.load_checkpoint(fresh, path)
+        training.load_checkpoint(fresh, path)
     assert fresh.step == 0
 
 

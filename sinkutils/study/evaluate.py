@@ -1,4 +1,4 @@
-"""The contents of a run's metrics.json, with two measurements that are made once, at the end.
+"""What is measured on a model in training: a point of its curve, and more at its end.
 
 `destinations` measures to which kinds of keys the attention goes. `gradient_norms` measures at
 which positions the gradient of the loss gathers (Chen and Yao 2026).
@@ -6,6 +6,8 @@ which positions the gradient of the loss gathers (Chen and Yao 2026).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
@@ -19,32 +21,73 @@ from sinkutils.measuring.report import BY_POSITION, Report
 from sinkutils.model.decoder import Attention, TransformerLM
 from sinkutils.study.config import Json
 from sinkutils.study.record import rounded
-from sinkutils.study.run import EPSILONS, NORM_DIGITS, Run
 
+# Which positions k are measured, and what is kept of them: the last report has Sink_k for k = 1 to
+# SINK_TARGETS (the longest prefix in the paper is 10) at each of EPSILONS. Each point of the curve
+# has Sink_k for k in CURVE_TARGETS, and alpha_k of every head for k = 1 to ALPHA_TARGETS.
+EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
+SINK_TARGETS = 10
+CURVE_TARGETS = (1, 2, 3, 4)
+ALPHA_TARGETS = 3
+NORM_DIGITS = 3  # the number of significant digits of norms in a record
 NOT_KEPT = ("interval", "embedding_norms", "skipped", "name")  # parts of a report
 FIRST_QUERY = 3  # for earlier queries, the first, the previous and the own token are not distinct
 
 
-def summary(run: Run, report: Report | None, reason: str | None) -> Json:
-    """The contents of metrics.json.
+def sinks(report: Report) -> Json:
+    """The sinks of a point of the curve: Sink_k in percent, excess, and numbers of x_1 by block.
 
-    report: the report of the last evaluation, or None. With it, destinations and gradients are
-    measured.
-    reason: why the run failed, or None.
+    The numbers of x_1 are its largest element and its value's norm, as ratios (Section 3.1).
     """
-    final: Json = dict(run.curve[-1]) if run.curve else {}
-    if report is not None:
-        final["report"] = of_report(report)
-        final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
-        with run.autocast():
-            by_position = gradient_norms(run.model, run.probe)
-        final["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
-    return {
-        "status": "failed" if reason else "done",
-        "reason": reason,
-        "curve": run.curve,
-        "final": final,
-    }
+    numbers: Json = {}
+    for k in CURVE_TARGETS:
+        if k in report.targets:
+            numbers[f"sink_{k}"] = report.sink(k)
+    numbers["excess_1"] = report.excess(1)
+    if report.star is not None:
+        numbers["sink_star"] = report.sink_star()
+        numbers["excess_star"] = report.excess("star")
+    if report.length > 1:
+        assert report.hidden_peaks is not None and report.value_norms is not None
+        peaks = report.hidden_peaks[:, 0]  # (L,)
+        others = report.value_norms[:, 1:].mean(dim=1)
+        ratios = report.value_norms[:, 0] / others.clamp(min=1e-30)
+        numbers["peak_1"] = rounded(peaks.tolist(), NORM_DIGITS)
+        numbers["value_ratio_1"] = rounded(ratios.tolist(), NORM_DIGITS)
+    return numbers
+
+
+def alpha_by_head(report: Report) -> Tensor:
+    """alpha of every head, as a record keeps it along the curve: (targets, L, H), float16.
+
+    The ledger computes further quantities from it. If the model has a key of its own, that is the
+    last target.
+    """
+    alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)  # over texts: (targets, L, H)
+    if report.star is not None:
+        star = report.star.mean(dim=0)  # (L, H)
+        alpha = torch.cat([alpha, star[None]])
+    return alpha.half()
+
+
+def last_measurements(
+    model: TransformerLM,
+    ids: Tensor,
+    tokenizer: Tokenizer,
+    report: Report,
+    autocast: Callable[[], torch.autocast],
+) -> Json:
+    """What a record says of a trained model alone, beside the last point of its curve.
+
+    report: that of the texts `ids` (n, T). autocast: the context of the training, in which the
+    gradients are computed.
+    """
+    found: Json = {"report": of_report(report)}
+    found["destinations"] = destinations(model, ids, line_breaks(tokenizer))
+    with autocast():
+        by_position = gradient_norms(model, ids)
+    found["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
+    return found
 
 
 def of_report(report: Report) -> Json:
@@ -146,4 +189,17 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     norms = torch.linalg.vector_norm(torch.stack(sums), dim=-1)  # (L, T - 1)
     if not norms.isfinite().all():
         return []
-    return rounded(norms.tolist(), digits=4)  # the number of digits in all records
+    numbers: list[list[float]] = rounded(norms.tolist(), digits=4)  # the digits of all records
+    return numbers
+
+
+def divergence(losses: list[float], hopeless: float) -> str | None:
+    """Why a run with these training losses has failed, or None.
+
+    hopeless: twice the loss of a uniform guess. A run whose losses all exceed it has failed.
+    """
+    if not all(map(math.isfinite, losses)):
+        return "the loss was not finite"
+    if min(losses) > hopeless:
+        return f"the loss was over {hopeless:.2f}, twice that of a uniform guess"
+    return None

@@ -1,0 +1,174 @@
+"""The commands of python -m sinkutils that belong to the study: list, train, sweep and claims.
+
+A module that loads PyTorch, which takes seconds, is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from datetime import timedelta
+
+from sinkutils.commands import Parser, add_records, chosen, count
+
+
+def add_study(command: Parser) -> None:
+    command.add_argument("--preset", default="laptop", help="scale of the study (default: laptop)")
+    add_records(command)
+
+
+def add_training(command: Parser) -> None:
+    add_study(command)
+    add = command.add_argument
+    add("--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own")
+    add(
+        "--device",
+        help="cpu, cuda, mps (default: cuda if there is one; for a sweep: the preset's own device)",
+    )
+    add(
+        "--checkpoint-seconds",
+        type=float,
+        default=20.0,
+        help="how often a run is saved (default: 20)",
+    )
+
+
+def list_options(command: Parser) -> None:
+    add_study(command)
+    command.add_argument(
+        "--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers"
+    )
+
+
+def list_command(options: argparse.Namespace) -> None:
+    """Show every experiment with the paper's value and what is recorded."""
+    from sinkutils.study.grid import experiments, resolve, unavailable
+    from sinkutils.study.store import Runs
+
+    rows = experiments(options.section)
+    refused = unavailable(options.preset)
+    statuses = Counter[str]()  # status -> number of records
+    seeds = Counter[str]()  # experiment -> number of seeds recorded
+    # The numbers in the records are not looked at, which saves most of the time.
+    for record in Runs(options.runs).entries(options.preset, contents=False):
+        if record.problem is None:
+            seeds[record.experiment] += 1
+        else:
+            statuses[record.problem[0]] += 1
+    print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
+    for row in rows:
+        known: int | str = "-"
+        if row.name not in refused:
+            # Experiments with the same config share one run, recorded under the first one's name.
+            name = resolve(row.name, options.preset)
+            known = seeds[name]
+        paper = row.paper.get("sink_1", "")
+        print(f"{row.name:<26}{row.item:<17}{paper:>12}  {known:>5}  {row.title}")
+    print(f"seeds recorded at {options.preset}; -: not available there")
+    for status in ("stale", "corrupt"):
+        if statuses[status]:
+            print(f"not counted: {statuses[status]} records that are {status}")
+
+
+def train_options(command: Parser) -> None:
+    add_training(command)
+    add = command.add_argument
+    add("experiment", help="a name that `list` shows, or base")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--keep-weights", action="store_true", help="keep the trained weights in the record")
+
+
+def train_command(options: argparse.Namespace) -> None:
+    """Train or fine-tune one experiment and write its record; a killed run continues."""
+    from sinkutils.checks import device as find_device
+    from sinkutils.study.grid import config, keeps_weights
+    from sinkutils.study.record import short_name
+    from sinkutils.study.sweep import end_with_parent
+    from sinkutils.study.train import train
+
+    end_with_parent()  # if a sweep started this process, stop when the sweep is killed
+    run = config(options.experiment, options.preset, options.seed)
+    device = find_device(options.device)
+    keep = options.keep_weights or keeps_weights(run)
+    where = chosen(options, "runs", "corpus", "checkpoint_seconds")
+    record = train(run, device=device, keep_weights=keep, **where)
+    name = short_name(record.folder)
+    if record.status == "failed":
+        print(f"{name}: training failed ({record.reason}); this is recorded as the result")
+        return
+    final = record.metrics["final"]
+    line = f"{name}: Sink_1 {final['sink_1']:.2f} %"
+    if "sink_star" in final:
+        line += f", Sink_* {final['sink_star']:.2f} %"
+    print(f"{line}, validation loss {final['valid_loss']:.3f}")
+
+
+def sweep_options(command: Parser) -> None:
+    add_training(command)
+    add = command.add_argument
+    add("--jobs", type=count, default=1, help="workers, one thread each (default: 1)")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="only these seeds (default: those of the study's plan)",
+    )
+    add("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
+    add(
+        "--engine",
+        dest="engine_name",
+        default="local",
+        choices=("local", "slurm"),
+        help="where runs go (default: local)",
+    )
+    add("--dry-run", action="store_true", help="print what would run, and about how long it takes")
+
+
+def sweep_command(options: argparse.Namespace) -> int:
+    """Train every missing record, most informative first; safe to kill and to start twice."""
+    from sinkutils.study.sweep import estimate, sweep
+
+    which = chosen(options, "seeds", "only", "runs", "corpus")
+    if options.dry_run:
+        seconds = 0.0
+        plan = estimate(options.preset, **which)
+        for run, takes in plan:
+            about = timedelta(seconds=round(takes))
+            print(f"{run.experiment:<28} seed {run.seed}  about {about}")
+            seconds += takes
+        about = timedelta(seconds=round(seconds / options.jobs))
+        print(
+            f"{len(plan)} runs are missing, about {about} (hours:minutes:seconds) "
+            f"with --jobs {options.jobs}"
+        )
+        return 0
+    # One line per run. A training that diverged ("failed") is a result. A crash is an error.
+    how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
+    status = 0
+    for outcome in sweep(options.preset, **which, **how):
+        print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
+        if outcome.status == "crashed":
+            status = 1
+    return status
+
+
+def claims_options(command: Parser) -> None:
+    add_study(command)
+    command.add_argument(
+        "--long", action="store_true", help="also the paper's and our numbers, and remarks"
+    )
+
+
+def claims_command(options: argparse.Namespace) -> None:
+    """Print the ledger: every claim and its verdict."""
+    from sinkutils.ledger.table import claims
+
+    ledger = claims(options.preset, options.runs).astype(object).fillna("")
+    for row in ledger.to_dict("records"):
+        print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
+        for name in ("paper", "ours", "remark"):
+            if options.long and row[name]:
+                print(f"{'':<15} {name}: {row[name]}")
+    counts = Counter(ledger.verdict)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts))
+    print(f"{len(ledger)} claims at {options.preset}: {summary}")

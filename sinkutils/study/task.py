@@ -1,0 +1,235 @@
+"""What a run learns: rows of tokens in a fixed order, and the loss on them.
+
+In a pre-training the rows are documents that are packed into chunks (Section 2, Fig. 1 right). The
+interventions of Section 5 on the text are parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sinkutils.checks import require
+from sinkutils.measuring.probes import fix_position
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.study.config import DataConfig, Json, RunConfig
+from sinkutils.study.corpus import Corpus, load_corpus, public_name
+
+CPU = torch.device("cpu")
+# A GPU holds the whole text of its run if it is smaller than this number of bytes. Every text of
+# the study is, except for the Pile.
+ON_DEVICE = 2**30
+# Each seed has several streams of random numbers: for the order of the rows, for redrawn tokens and
+# for the places of x_fix. To change a stream's number would change the records.
+ORDER, REDRAWN, PLACES = 1, 5, 6
+
+
+class Batches:
+    """Rows to train on, in an order that depends on the seed only."""
+
+    tokens: Any  # the tokens of all rows
+    length: int  # the number of rows
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """Rows by index, (n, ..) int64."""
+        raise NotImplementedError
+
+    def batch(self, step: int, size: int, seed: int) -> Tensor:
+        """The `size` rows of a step (0, 1, ..). Each epoch has a fresh permutation of the rows.
+
+        The result depends on seed and step only, so that a run can be resumed at any step.
+        """
+        # The steps number their rows consecutively. With N rows in all, number n is place n mod N
+        # of epoch n div N.
+        numbers = np.arange(step * size, (step + 1) * size)
+        epochs, places = np.divmod(numbers, self.length)
+        rows = np.empty(size, dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():  # more than one if an epoch ends in this step
+            here = epochs == epoch
+            order = _permutation(self.length, seed, epoch)
+            rows[here] = order[places[here]]
+        return self.take(rows)
+
+
+@lru_cache(maxsize=64)  # a step may need two epochs, and the stacked runs of studies take turns
+def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, ORDER, epoch]).permutation(length)
+
+
+class Chunks(Batches):
+    """A split as chunks of C + 1 tokens. The first C are the inputs, the last C the targets.
+
+    The documents are joined with EOS and cut at every C tokens. So a chunk may start anywhere in a
+    document. Its last token is a target only, and is the first token of the next chunk.
+
+    device: where the chunks are cut. On the CPU the tokens stay on disk. For a GPU, all tokens are
+    copied there once, and later only the numbers of the chunks are copied.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        split: str,
+        context_length: int,
+        data: DataConfig,
+        seed: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
+        tokens = torch.from_numpy(corpus.tokens(split))  # unsigned, as on disk
+        if split == "train":
+            tokens = tokens[: int(len(tokens) * data.share)]
+        if device.type != "cpu":  # few operations on a GPU support unsigned integers
+            tokens = tokens.int().to(device)
+        self.tokens = tokens
+        self.data = data
+        self.fix_id = corpus.fix_id
+        self.context_length = context_length
+        self.length = (len(tokens) - 1) // context_length
+        require(
+            self.length > 0,
+            f"corpus {corpus.name!r} has {len(tokens)} {split} tokens (share {data.share}), "
+            f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
+            "a smaller context_length",
+        )
+        last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
+        require(
+            last <= context_length, f"position {last} is beyond context_length={context_length}"
+        )
+        # The draw is made once for each chunk, as in the authors' data on disk: in a later epoch a
+        # chunk has the same random tokens again.
+        size = (self.length, len(data.random_positions))
+        of_tokens = np.random.default_rng([seed, REDRAWN])
+        of_places = np.random.default_rng([seed, PLACES])
+        redrawn = of_tokens.integers(corpus.first_text_id, corpus.vocab_size, size=size)
+        places = of_places.integers(context_length, size=self.length)
+        self.redrawn = torch.from_numpy(redrawn).to(device)
+        self.places = torch.from_numpy(places).to(device)
+        self.columns = torch.arange(context_length + 1, device=device)
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """The chunks with these indices, (n, C + 1) int64, after the interventions of `data`."""
+        # Each chunk is one row of C + 1 places in the text.
+        data = self.data
+        rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
+        starts = rows[:, None] * self.context_length  # (n, 1)
+        ids: Tensor = self.tokens[starts + self.columns].long()
+        for column, position in enumerate(data.random_positions):
+            ids[:, position - 1] = self.redrawn[rows, column]
+        if data.random_place:
+            places = self.places[rows]  # (n,), from 0
+            return ids.scatter_(1, places[:, None], self.fix_id)
+        return fix_position(ids, data.fixed_position, self.fix_id)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of logits (N, V) and targets (N,) in nats.
+
+    The forward pass keeps the logits, in their own precision, and their log-sum-exp (lse). From
+    these the backward pass computes the gradient in one pass over the logits. Compiled on a CPU, a
+    small model's step takes a fifth less time than with F.cross_entropy, or with a gradient that is
+    computed in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        lse = torch.logsumexp(logits.float(), dim=-1)  # (N,)
+        ctx.save_for_backward(logits, targets, lse)
+        target_logits = logits.gather(-1, targets[:, None])  # (N, 1)
+        losses = lse - target_logits[:, 0].float()
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        logits, targets, lse = ctx.saved_tensors
+        N, V = logits.shape
+        softmax = (logits.float() - lse[:, None]).exp()
+        # int32, because comparing int64 numbers takes twice the time of the exponential
+        tokens = torch.arange(V, dtype=torch.int32, device=logits.device)
+        onehot = tokens == targets.int()[:, None]  # (N, V)
+        gradient = (softmax - onehot.float()) * (grad_output / N)
+        return gradient.to(logits.dtype), None  # the targets have no gradient
+
+
+def next_token_loss(
+    model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()
+) -> Tensor:
+    """The mean next-token cross-entropy of chunks (B, C + 1), in nats.
+
+    The model sees the tokens at the 1-based positions `unscored`, but the predictions that it makes
+    there do not count.
+    """
+    logits = model(chunks[:, :-1])  # (B, C, V)
+    targets = chunks[:, 1:]
+    logits = without(logits, unscored).flatten(0, 1)
+    targets = without(targets, unscored).flatten()
+    loss: Tensor = CrossEntropy.apply(logits, targets)
+    return loss
+
+
+def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """x (B, T, ..) without these 1-based positions, which must be sorted."""
+    if not positions:
+        return x
+    # Slices are used, because a list of indices would be copied from the host, and a CUDA graph
+    # cannot contain such a copy.
+    parts = []
+    start = 0
+    for position in positions:
+        parts.append(x[:, start : position - 1])
+        start = position
+    return torch.cat([*parts, x[:, start:]], dim=1)
+
+
+@dataclass
+class Task:
+    """What a run learns, and from which weights it starts."""
+
+    model: TransformerLM
+    tokenizer: Tokenizer
+    train: Batches
+    valid: Batches
+    fingerprint: str  # SHA-256 of everything that the run reads
+    loss: Callable[..., Tensor] = next_token_loss
+    weight: Callable[[Tensor], int] = len  # of a part of the validation text in its loss
+    each_step: bool = False  # whether the curve has the loss and the gradient norm of every step
+    fixed_shapes: bool = True  # whether all steps have the same shapes, as a CUDA graph needs
+    more: Json = field(default_factory=dict)  # further entries of the record's provenance
+
+
+def pretraining(config: RunConfig, corpus: Corpus, device: torch.device) -> Task:
+    """The task of a pre-training: the next token of each chunk of a corpus.
+
+    The seed determines the weights of the new model. Random tokens cannot be predicted, so the
+    validation text keeps its tokens (Section 5).
+    """
+    length = config.model.context_length
+    unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
+    small = corpus.tokens("train").nbytes < ON_DEVICE
+    train = Chunks(corpus, "train", length, config.data, config.seed, device if small else CPU)
+    valid = Chunks(validation_corpus(config, corpus), "valid", length, unchanged)
+    model = TransformerLM(config.model, config.seed)
+    return Task(model, corpus.tokenizer, train, valid, corpus.fingerprint)
+
+
+def validation_corpus(config: RunConfig, corpus: Corpus) -> Corpus:
+    """The corpus to validate on, with the tokenizer of the run.
+
+    It is the one that the config names for validation, if the run is trained on the config's own
+    corpus. Otherwise it is the corpus of the run.
+    """
+    data = config.data
+    if data.validation is None or corpus.name != public_name(data.corpus):
+        return corpus
+    tokenizer = str(corpus.folder / "tokenizer.json")
+    return load_corpus(data.validation, config.model.vocab_size, tokenizer=tokenizer)

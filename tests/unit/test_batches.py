@@ -1,0 +1,266 @@
+"""What a batch holds beside its ids counts or is refused, and texts packed in a row are samples.
+
+The right value is by definition: from the maps that the model itself computes of the same batch, or
+from each text alone.
+"""
+
+import types
+
+import pytest
+import torch
+import transformers as tf
+from helpers import alpha_by_definition, own_model, refuses
+from small_models import build, eager_maps, tokens
+from torch.testing import assert_close
+
+from sinkutils import explore, surgery
+from sinkutils.measuring.measure import measure
+
+T, TARGETS = 24, (1, 2)
+LENGTHS = (9, 1, 14)  # of the texts in a row
+SPANS = (slice(0, 9), slice(9, 10), slice(10, 24))
+close = {"atol": 1e-6, "rtol": 1e-5}
+
+
+def restarting(lengths=LENGTHS):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def ends(lengths=LENGTHS):
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def alone(model, ids, **options):
+    return [measure(model, ids[:, span], **options) for span in SPANS]
+
+
+PACKED = [
+    *((name, "sdpa") for name in ("llama", "mistral", "gpt2", "gemma3_text", "qwen3")),
+    *((name, "eager") for name in ("llama", "mistral", "gpt2", "gemma2+softcap", "granite_swa")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:texts of")
+@pytest.mark.parametrize(("family", "implementation"), PACKED)
+def test_each_text_packed_in_a_row_has_the_numbers_that_it_has_alone(family, implementation):
+    model, ids = build(family), tokens(1)
+    model.set_attn_implementation(implementation)
+    batch = {"input_ids": ids, "position_ids": restarting(), "labels": ids}
+    report = measure(model, batch, heads=[(0, 1)])
+    expected = alone(model, ids, heads=[(0, 1)])
+    assert report.lengths.tolist() == list(LENGTHS) and report.packed == "kept apart"
+    assert_close(report.alpha, torch.cat([r.alpha for r in expected]), **close)
+    if report.star is not None:
+        assert_close(report.star, torch.cat([r.star for r in expected]), **close)
+    for index, one in enumerate(expected):
+        n = LENGTHS[index]
+        assert_close(report.kept[0, 1].map[index, :n, :n], one.kept[0, 1].map[0], **close)
+    at_8 = torch.stack([expected[i].hidden_norms[:, 8] for i in (0, 2)]).mean(dim=0)
+    assert_close(report.hidden_norms[:, 8], at_8, atol=1e-4, rtol=1e-5)
+    firsts = torch.stack([one.first_elements for one in expected]).mean(dim=0)
+    assert_close(report.first_elements, firsts, atol=1e-4, rtol=1e-4)
+    if family == "mistral":
+        assert report.windows == (7, 7)
+    exact = measure(model, batch, exact=True)
+    assert_close(report.alpha, exact.alpha, **close)
+    # the second token of a text of one is skipped
+    assert measure(model, batch, TARGETS).skipped == 1
+    assert "texts packed in a row: kept apart" in str(report)
+    whole = measure(model, ids[:, SPANS[0]], bos=False).digest
+    one = {"input_ids": ids[:, :9], "position_ids": torch.arange(9)[None]}
+    assert measure(model, one).digest == whole and measure(model, one).packed == ""
+
+
+WAYS = {
+    "position_ids": lambda: {"position_ids": restarting()},
+    "and cu_seq_lens": lambda: {
+        "position_ids": restarting(), "cu_seq_lens_q": ends(), "cu_seq_lens_k": ends(),
+        "max_length_q": 14, "max_length_k": 14,
+    },
+    "and seq_idx": lambda: {
+        "position_ids": restarting(),
+        "seq_idx": torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None].int(),
+    },
+    "from 2 on": lambda: {"position_ids": restarting() + 2},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:texts of")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_collator_for_packing_returns_is_measured(way):
+    model, ids = build("llama"), tokens(1)
+    report = measure(model, {"input_ids": ids} | WAYS[way]())
+    assert report.packed == "kept apart"
+    expected = torch.cat([r.alpha for r in alone(model, ids)])
+    assert_close(report.alpha, expected, **close)  # rotary knows distances alone
+
+
+MIXED = {
+    "a mask of 1, 2, ..": lambda: {
+        "attention_mask": torch.arange(1, 4).repeat_interleave(torch.tensor(LENGTHS))[None]
+    },
+    "cu_seq_lens alone": lambda: {"cu_seq_lens_q": ends(), "cu_seq_lens_k": ends()},
+    "position_ids with a mask": lambda: {
+        "position_ids": restarting(), "attention_mask": torch.ones(1, T, dtype=torch.int64)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:texts of")
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*(("llama", way) for way in MIXED), ("bloom", "a mask of 1, 2, .."),
+     ("gpt_oss", "position_ids"), ("opt", "position_ids")],
+)  # fmt: skip
+def test_texts_that_the_model_lets_see_each_other_are_measured_so_and_it_is_said(family, way):
+    model, ids, given = build(family), tokens(1), (MIXED | WAYS)[way]()
+    with pytest.warns(UserWarning, match="see the texts before them in 2 of 2 layers"):
+        report = measure(model, {"input_ids": ids} | given)
+    with torch.no_grad():
+        maps = model(ids, **given, use_cache=False, output_attentions=True).attentions
+    for index, span in enumerate(SPANS):
+        own = alpha_by_definition([m[:, :, span, span] for m in maps], (1,))
+        assert_close(report.alpha[index], own[0], atol=1e-5, rtol=1e-4)
+    assert "see the texts before them" in str(report)
+
+
+def test_several_packed_rows_and_padding_at_an_end_are_measured():
+    model, ids = build("llama"), tokens(3)
+    positions = torch.cat([restarting(), restarting((12, 12)), restarting((24,))])
+    report = measure(model, {"input_ids": ids, "position_ids": positions})
+    parts = [*(ids[:1, s] for s in SPANS), ids[1:2, :12], ids[1:2, 12:], ids[2:]]
+    expected = [measure(model, part, epsilons=(0.99,)).alpha for part in parts]
+    assert_close(report.alpha, torch.cat(expected), **close)
+    assert report.lengths.tolist() == [9, 1, 14, 12, 12, 24]
+    mask = torch.tensor([1] * 9 + [2] * 10 + [0] * 5)[None]
+    with pytest.warns(UserWarning, match="see the texts before them"):
+        padded = measure(model, ids[:1], attention_mask=mask)
+    with torch.no_grad():
+        maps = model(ids[:1], attention_mask=mask, use_cache=False, output_attentions=True)
+    for index, span in enumerate((slice(0, 9), slice(9, 19))):
+        own = alpha_by_definition([m[:, :, span, span] for m in maps.attentions], (1,))
+        assert_close(padded.alpha[index], own[0], atol=1e-5, rtol=1e-4)
+
+
+def test_descriptions_that_contradict_each_other_or_the_model_are_refused():
+    model, ids = build("llama"), tokens(1)
+    two = {"input_ids": ids, "position_ids": restarting(), "cu_seq_lens_q": ends((12, 12))}
+    refuses("position_ids and cu_seq_lens_q tell of different texts", measure, model, two)
+    short = {"input_ids": ids, "cu_seq_lens_q": ends((12, 11))}
+    refuses("cu_seq_lens_q must rise from 0 to the 24 tokens", measure, model, short)
+    packed = {"input_ids": ids, "position_ids": restarting()}
+    small = {"input_ids": ids % 60, "position_ids": restarting()}
+    refuses("TransformerLM takes no position_ids", measure, own_model(), small)
+    refuses("surgery takes one text a row", surgery.untouched, model, packed)
+    of_two = {"input_ids": tokens(2), "position_ids": torch.arange(T + 1)[None]}
+    refuses("position_ids must have the shape of ids", measure, model, of_two)
+    refuses("holds something else", measure, model, ids, attention_mask=torch.full((1, T), 0.5))
+
+
+def test_positions_that_are_not_those_of_the_tokens_are_handed_over():
+    model, ids = build("gpt2"), tokens()
+    shifted = torch.arange(T)[None] + 7
+    with torch.no_grad():
+        maps = model(ids, position_ids=shifted, use_cache=False, output_attentions=True).attentions
+    expected = alpha_by_definition(maps, TARGETS)
+    assert (expected - measure(model, ids, TARGETS).alpha).abs().max() > 1e-3
+    report = measure(model, {"input_ids": ids, "position_ids": shifted}, TARGETS)
+    assert_close(report.alpha, expected, atol=1e-5, rtol=1e-4)
+    left = torch.ones_like(ids)
+    left[:, :5] = 0
+    usual = {"attention_mask": left, "position_ids": (left.cumsum(1) - 1).clamp(min=0)}
+    report = measure(model, {"input_ids": ids} | usual, TARGETS)
+    assert_close(report.alpha, measure(model, ids, TARGETS, attention_mask=left).alpha, **close)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_the_forward_takes_is_handed_to_it_and_what_changes_nothing_is_left_out(family):
+    model, ids = build(family), tokens()
+    plain = measure(model, ids, TARGETS)
+    stray = {
+        "labels": ids, "special_tokens_mask": torch.zeros_like(ids), "length": torch.full((3,), T),
+        "offset_mapping": torch.zeros(3, T, 2), "overflow_to_sample_mapping": torch.arange(3),
+        "assistant_masks": ids % 2, "text": ["a", "b", "c"], "output_attentions": True,
+    }  # fmt: skip
+    report = measure(model, {"input_ids": ids} | stray, TARGETS)
+    assert torch.equal(report.alpha, plain.alpha) and report.path == plain.path
+    kinds = (ids % 2) * 40
+    report = measure(model, {"input_ids": ids, "token_type_ids": kinds}, TARGETS)
+    with torch.no_grad():
+        given = {"token_type_ids": kinds, "use_cache": False, "output_attentions": True}
+        expected = alpha_by_definition(model(ids, **given).attentions, TARGETS)
+    assert_close(report.alpha, expected, atol=1e-5, rtol=1e-4)
+    assert torch.equal(report.alpha, plain.alpha) == (family == "llama")
+    found = surgery.untouched(model, {"input_ids": ids, "token_type_ids": kinds})
+    assert_close(found.report.alpha, report.alpha, atol=1e-5, rtol=1e-4)
+    page = explore(model, {"input_ids": ids, "token_type_ids": kinds})
+    assert page.data["alpha"][0] == pytest.approx(report.alpha[0, 0].flatten().tolist(), abs=2e-3)
+
+
+def test_an_entry_that_only_a_forward_of_ones_own_reads_counts():
+    model, ids = build("llama"), tokens()
+    inner = model.model
+
+    def forward(input_ids, **others):
+        shift = others.pop("moved", torch.zeros(len(input_ids), 1).long())
+        kept = torch.arange(input_ids.shape[1])[None] * (1 + shift)
+        return inner(input_ids, position_ids=kept, attention_mask=torch.ones_like(input_ids))
+
+    model.forward = forward
+    plain, moved = measure(model, ids), torch.tensor([[0], [1], [2]])
+    report = measure(model, {"input_ids": ids, "moved": moved}, batch_size=2)
+    assert_close(report.alpha[:1], plain.alpha[:1], **close)
+    assert (report.alpha[1:] - plain.alpha[1:]).abs().amax(dim=(1, 2, 3)).min() > 1e-4
+
+
+class Longer(tf.LlamaForCausalLM):
+    """Learned tokens in front of the text, or behind it."""
+
+    behind = False
+
+    def forward(self, input_ids, **others):
+        embedded = self.model.embed_tokens(input_ids)
+        memory = embedded[:, :4].flip(1)
+        parts = [embedded, memory] if self.behind else [memory, embedded]
+        hidden = self.model(inputs_embeds=torch.cat(parts, dim=1), use_cache=False)
+        return types.SimpleNamespace(logits=self.lm_head(hidden.last_hidden_state))
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("behind", [False, True])
+def test_positions_that_are_none_of_the_ids_are_refused_in_words(behind, norms):
+    model = build("llama")
+    model.__class__ = Longer
+    model.behind = behind
+    refuses("computes 28 positions for 24 ids", measure, model, tokens(), norms=norms)
+    refuses("computes 28 positions", measure, model, tokens(), norms=norms, check=False)
+
+
+def test_surgery_takes_a_mask_as_measure_does():
+    model, ids = build("llama"), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = mask[2, 20:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    texts = (ids[:1, 9:], ids[1:2], ids[2:, :20])
+    operations = (
+        surgery.untouched,
+        surgery.hide,
+        lambda m, x, **o: surgery.stream(m, x, 4, 1, **o),
+        lambda m, x, **o: surgery.set_back(m, x, 0, [3], **o),
+        lambda m, x, **o: surgery.transplant(m, x, ids[:, :3], **o),
+    )
+    for operate in operations:
+        found, masked = operate(model, batch), operate(model, ids, attention_mask=mask)
+        for index, text in enumerate(texts):
+            one = operate(model, text)
+            n = one.losses.shape[1]
+            assert_close(found.losses[index, :n], one.losses[0], atol=1e-5, rtol=1e-5)
+            assert found.losses[index, n:].isnan().all()
+            assert_close(found.report.alpha[index], one.report.alpha[0], atol=1e-5, rtol=1e-5)
+        assert torch.equal(found.predicted, masked.predicted)
+    refuses("a text of ids has one token", surgery.untouched, model, ids[:, :1])
+
+
+def test_recorded_maps_are_the_oracle_here():
+    """The maps that these tests compare with are the model's own."""
+    assert len(eager_maps(build("llama"), tokens(1))) == 2
