@@ -6,12 +6,13 @@
 // The lab has others where a page is dark.
 const TONES = { ink: "#222222", grey: "#707070", light: "#b8b8b8", ground: "#ffffff" };
 // The words in pictures, which the lab has in other languages too.
-const WORDS = { attention: "attention", own: "own key", share: "share of attention",
+const WORDS = { point: ".", attention: "attention", own: "own key", share: "share of attention",
   block: "block", everyHead: "Attention of every head to the first token",
   head: "Head {head} of block {block}: α₁ = {alpha}", gives: "It gives {list}.",
   to: "{share} to {key}", toOwn: "the key of its own", logit: "logit", logitOf: "logit of {key}",
   with: "softmax with {key}", spent: "spent on the other keys", length: "length of the output" };
 const say = (words, values) => words.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+const two = (number) => number.toFixed(2).replace(".", WORDS.point); // decimals
 const SANS = "DejaVu Sans, Verdana, sans-serif", MONO = "DejaVu Sans Mono, monospace";
 
 function add(parent, tag, values = {}, words = "") {
@@ -78,7 +79,7 @@ const stored = (shades, start, levels = DATA.palette.length) => (i, j) =>
   (shades[start + i * (i + 1) / 2 + j] / (levels - 1)) ** 2;
 
 const nameOf = (head, H, alpha, block = 1 + Math.floor(head / H)) =>
-  say(WORDS.head, { head: head % H + 1, block, alpha: alpha[head].toFixed(2) });
+  say(WORDS.head, { head: head % H + 1, block, alpha: two(alpha[head]) });
 
 // Which shade is how much: shades are of square roots, and so the ticks stand at them.
 function drawScale(svg, x, y) {
@@ -87,7 +88,7 @@ function drawScale(svg, x, y) {
   write(svg, WORDS.attention, x, y + 8, { ...font, "text-anchor": "start" });
   DATA.palette.forEach((fill, i) => box(svg, x + i * step, y + 12, step + 0.3, 9, { fill }));
   for (const share of [0, 0.1, 0.5, 1]) {
-    write(svg, share, x + wide * Math.sqrt(share), y + 31, font);
+    write(svg, String(share).replace(".", WORDS.point), x + wide * Math.sqrt(share), y + 31, font);
   }
 }
 
@@ -152,7 +153,7 @@ function looksAt({ labels, share, starAt, query }) {
     .map((label, j) => [`“${label}” (${j + 1})`, share(query, j)]);
   if (starAt) keys.push([WORDS.toOwn, starAt(query)]);
   const most = keys.sort((a, b) => b[1] - a[1]).slice(0, 3);
-  const parts = most.map(([key, value]) => say(WORDS.to, { share: value.toFixed(2), key }));
+  const parts = most.map(([key, value]) => say(WORDS.to, { share: two(value), key }));
   return say(WORDS.gives, { list: parts.join(", ") });
 }
 
@@ -172,7 +173,7 @@ function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, thresh
   const x = (head) => across(Math.floor(head / H) + (head % H + 0.8) / (H + 0.6));
   for (const share of [0, 0.5, 1]) {
     line(svg, left, y(share), right, y(share));
-    write(svg, share, left - 6, y(share) + 4, { "text-anchor": "end", fill: TONES.grey });
+    write(svg, String(share).replace(".", WORDS.point), left - 6, y(share) + 4, { "text-anchor": "end", fill: TONES.grey });
   }
   add(svg, "text", { transform: `translate(13 ${y(0.5)}) rotate(-90)`, "text-anchor": "middle",
     fill: TONES.grey }, WORDS.share);

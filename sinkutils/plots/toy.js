@@ -49,12 +49,12 @@ function makeToy(table, { names, low, high, values }) {
         Object.assign(bar.style, { display: "inline-block", height: "12px", width, background });
         const isThere = i > 0 || column === 2; // only the last column has the key of its own
         row.cells[3 + column].style.whiteSpace = "nowrap";
-        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${weights[i].toFixed(2)}` : "–");
+        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${two(weights[i])}` : "–");
       });
     });
     columns.forEach((weights, column) => {
-      spent[column].textContent = sum(weights.slice(1)).toFixed(2);
-      if (values) lengths[column].textContent = lengthOf(weights).toFixed(2);
+      spent[column].textContent = two(sum(weights.slice(1)));
+      if (values) lengths[column].textContent = two(lengthOf(weights));
     });
   }
   return (logits) => {

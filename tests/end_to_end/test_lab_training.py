@@ -93,3 +93,16 @@ def test_gradients_and_updates_are_those_of_pytorch(kind, first):
     for name, weight in model.named_parameters():
         found = torch.tensor(answer["updated"][name]).view_as(weight)
         assert (found - weight).abs().max() < TOLERANCE, name
+
+
+def test_a_training_learns_and_its_seed_decides_it():
+    ids = [3 + (i * i) % 7 for i in range(6000)]  # a text that is easy to foresee
+    question = {"choice": {"star": True, "fixed": True}, "ids": ids, "seed": 0, "steps": 12}
+    again, other = question, question | {"seed": 1}
+    first, second, third = in_node({"trainings": [question, again, other]})["trainings"]
+    assert first["loss"] < math.log(512) - 2
+    assert first["step"] == 12
+    assert first["start"] == second["start"] != third["start"]
+    assert first["loss"] == second["loss"] != third["loss"]
+    start = torch.tensor(first["start"][: 512 * 32])  # the embeddings are N(0, 2/5/32)
+    assert start.std().item() == pytest.approx(math.sqrt(2 / 5 / 32), rel=0.03)

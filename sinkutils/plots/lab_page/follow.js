@@ -1,6 +1,5 @@
 // One token followed through one head: from a query and a key to the weight, and to what is summed.
 
-const two = (number) => number.toFixed(2);
 const sub = (letter, index) => make("i", {}, letter, make("sub", {}, String(index)));
 const nameOfKey = (key) => (key === STAR ? "*" : key + 1);
 

@@ -94,7 +94,7 @@ function showGrowth() {
     const rate = seconds ? (steps / seconds).toFixed(0) : "0";
     const star = growth.config.star ? said("grow_now_star", { star: now.star.toFixed(0) }) : "";
     const values = { step: inWords(now.step), steps: inWords(RECIPE.steps), rate, star,
-      loss: now.loss.toFixed(2), first: now.first.toFixed(0) };
+      loss: two(now.loss), first: now.first.toFixed(0) };
     const done = steps === RECIPE.steps ? said("grow_done") : "";
     $("grow-state").textContent = said("grow_now", values) + done;
   }

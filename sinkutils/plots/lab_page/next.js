@@ -96,7 +96,7 @@ function showWords() {
 function bar({ token, share }, right) {
   const length = make("span", { className: "bar" });
   length.style.width = `${Math.round(60 * (share ?? 0))}px`;
-  const number = share === undefined ? "" : ` ${share.toFixed(2)}`;
+  const number = share === undefined ? "" : ` ${two(share)}`;
   return make("span", { className: right ? "word right" : "word" }, length,
     make("b", {}, token), number);
 }

@@ -45,7 +45,7 @@ const ENGLISH = { ...WORDS };
 
 function writeWords() {
   const words = texts("page"), { alpha = 0, loss = 0 } = DATA.rounding ?? {};
-  const rounding = { alpha: alpha.toFixed(3), loss: loss.toFixed(2) };
+  const rounding = { alpha: alpha.toFixed(3), loss: two(loss) };
   document.documentElement.lang = language();
   Object.assign(WORDS, ENGLISH, DATA.texts[language()].draw);
   for (const holder of document.querySelectorAll("[data-say]")) {
@@ -66,7 +66,7 @@ function writeWords() {
 const operations = () => (!isLive() ? [] : [
   state.drop && said("dropped"), state.hide && said("hidden"), state.flat && said("flattened"),
   configOf().fixed && state.place > 1 && said("placed", { place: state.place }),
-  state.element < 1 && said("multiplied", { factor: state.element.toFixed(2) }),
+  state.element < 1 && said("multiplied", { factor: two(state.element) }),
 ].filter(Boolean));
 const operated = () => operations().length > 0;
 
@@ -130,7 +130,7 @@ function tokenizerOf(name) {
 
 // One forward pass on the text. The sink is <fix>, wherever it stands, or else the first token.
 // watch: the head whose numbers are asked for, from 0.
-async function pass(name, edits, { watch = -1, step = stepOf(name) } = {}) {
+async function pass(name, edits, { watch = -1, step } = {}) {
   const { place, drop, hide, element, flat } = edits;
   if (!isLive(name)) return mapsOf(name);
   const { encode, label } = tokenizerOf(name), tokens = encode(state.text);
@@ -138,7 +138,7 @@ async function pass(name, edits, { watch = -1, step = stepOf(name) } = {}) {
   const ids = arrange(tokens, at).slice(drop), T = ids.length;
   const sink = Math.max(0, ids.indexOf(FIXED));
   const answered = new Promise((resolve) => { waiting.set(number, resolve); });
-  worker.postMessage({ number, set: `${name}/${step}`, config: configOf(name), ids, watch,
+  worker.postMessage({ number, set: `${name}/${step ?? stepOf(name)}`, config: configOf(name), ids, watch,
     edits: { hide, element, flat }, sink });
   const result = await answered;
   waiting.delete(number);
@@ -180,7 +180,7 @@ function noteOn(tokens) {
   if (!isLive()) return said("not_recorded");
   if (tokens < 3) return said("too_little");
   if (tokens > room) return said("too_long", { room });
-  return said(even > 0.2 ? "few" : "tokens", { tokens, even: even.toFixed(2) });
+  return said(even > 0.2 ? "few" : "tokens", { tokens, even: two(even) });
 }
 
 async function compute() {
@@ -270,7 +270,7 @@ function show() {
   const before = !operated() ? "" : another === labels[sink] ? said("before", { found })
     : said("before_to", { found, token: another });
   const values = { found: above(alpha), all: alpha.length, before, token: labels[sink],
-    threshold: thresholdOf().toFixed(2) };
+    threshold: two(thresholdOf()) };
   $("summary").textContent = said("summary", values);
   const count = said("count", values);
   $("operated").textContent = said("operating", { operations: operations().join(", "), count });
@@ -291,9 +291,9 @@ function showNumbers() {
   if (configOf().sigmoid) rows.push(["spends", ({ spent }) => mean(spent)]);
   if (isLive()) rows.push([operated() ? "loss_both" : "loss", lossOf]);
   $("numbers").replaceChildren(...rows.map(([name, value]) => {
-    const before = operated() && said("value_before", { value: value(trained).toFixed(2) });
+    const before = operated() && said("value_before", { value: two(value(trained)) });
     return make("tr", {}, make("th", { scope: "row" }, said(name)),
-      make("td", {}, value(edited).toFixed(2)), make("td", { className: "before" }, before || ""));
+      make("td", {}, two(value(edited))), make("td", { className: "before" }, before || ""));
   }));
 }
 
@@ -314,7 +314,7 @@ function viewOf(head) {
   const steps = isLive() ? said("steps_of", { steps: inWords(stepOf(state.model)) }) : "";
   const [name] = nameOf(head, configOf().H, alpha).split(":");
   const title = said("map_title", { model: wordsOf(state.model).title, steps, head: name,
-    share: alpha[head].toFixed(2), token: labels[sink] });
+    share: two(alpha[head]), token: labels[sink] });
   return { labels, share: weightIn(head), query: state.query - 1, sink, title,
     starAt: configOf().star && ((i) => stars[at + i]) };
 }
@@ -337,7 +337,7 @@ function showMap() {
     look({ query: under.query + 1, key: under.key === STAR ? OWN_KEY : under.key + 1 });
   };
   const sum = !configOf().sigmoid ? "" // a recorded model's rows sum to 1
-    : said("in_all", { spent: spent[head * T + query].toFixed(2) });
+    : said("in_all", { spent: two(spent[head * T + query]) });
   $("looks").textContent = looksAt(view) + sum;
 }
 
@@ -355,7 +355,7 @@ function showCard(name) {
   const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
   const [holder, , words] = $(`model-${name}`).children, threshold = thresholdOf(name);
   const values = { found: above(alpha, threshold), all: alpha.length,
-    threshold: threshold.toFixed(2) };
+    threshold: two(threshold) };
   words.textContent = said(isLive(name) || OWN ? "card" : "card_short", values);
   const svg = picture(holder, H * 10, rows * 10, "");
   svg.setAttribute("preserveAspectRatio", "none");
@@ -370,8 +370,8 @@ function showControls() {
   set("query", { max: labels.length, value: state.query },
     said("query_of", { query: state.query, token: labels[state.query - 1] }));
   set("key", { max: state.query, value: state.key === OWN_KEY ? 0 : state.key }, keyInWords());
-  set("threshold", { value: thresholdOf() }, thresholdOf().toFixed(2));
-  set("element", { value: state.element }, state.element.toFixed(2));
+  set("threshold", { value: thresholdOf() }, two(thresholdOf()));
+  set("element", { value: state.element }, two(state.element));
   for (const name of NAMES) $(`model-${name}`).ariaPressed = name === state.model;
   $("sample").value = state.text;
   $("as-in-training").disabled = $("text").readOnly = !isLive();
@@ -388,8 +388,8 @@ function showControls() {
 function keyInWords() {
   const key = keyFrom0(), { share, starAt, labels, query } = viewOf(state.head - 1);
   if (key === undefined) return said("no_key");
-  if (key === STAR) return said("key_own", { share: starAt(query).toFixed(2) });
-  return said("key_of", { key: state.key, token: labels[key], share: share(query, key).toFixed(2) });
+  if (key === STAR) return said("key_own", { share: two(starAt(query)) });
+  return said("key_of", { key: state.key, token: labels[key], share: two(share(query, key)) });
 }
 
 // A slider, and what says its value: to eyes and to a screen reader.

@@ -31,7 +31,7 @@ function showTour() {
 function guess() {
   const { heads } = stepNow(), { value } = $("guess");
   $("reveal").disabled = false;
-  set("guess", {}, heads ? said("guess_heads", { value, heads }) : Number(value).toFixed(2));
+  set("guess", {}, heads ? said("guess_heads", { value, heads }) : two(Number(value)));
 }
 
 function curtain(closed) {
@@ -55,7 +55,7 @@ async function reveal(event) {
   curtain(false);
   show();
   const { heads, after } = stepNow(), found = answer(results.edited);
-  const answered = heads ? said("answer_heads", { found, heads }) : found.toFixed(2);
+  const answered = heads ? said("answer_heads", { found, heads }) : two(found);
   const verdict = make("strong", {},
     said("verdict", { guess: $("guess").value, answer: answered }));
   $("verdict").replaceChildren(verdict, make("span", { innerHTML: after }));
