@@ -9,15 +9,16 @@ that the numbers are held against stand in data/claims.yaml.
 from __future__ import annotations
 
 import csv
-import json
 import math
 from typing import Any
 
 import numpy as np
+from open_lms import recorded
 from scipy import stats
 
 from sinkutils import paths
-from sinkutils.measuring.report import norm_ratio
+from sinkutils.measuring.real import REAL_MODELS
+from sinkutils.measuring.uniform import norm_ratio
 
 EPSILON = "0.3"
 WINDOWS = {"gemma-3-270m": 512}  # keys that most blocks see: beyond, x_1 is hidden from them
@@ -27,8 +28,8 @@ SHORTEST = 32  # tokens: at 16, uniform attention alone exceeds eps = 0.2
 def answers() -> dict[str, dict[str, tuple[float, float]]]:
     """By model and question: a number as the two ends of its interval, which are one where there is none."""
     found = {}
-    for path in sorted(paths.OPEN_LMS.glob("*.json")):
-        sections = json.loads(path.read_text(encoding="utf-8"))
+    for name in sorted(REAL_MODELS):  # the others in data/open_lms lack some of the sections
+        sections = recorded(name)
         numbers = _of_probes(sections) | _of_lengths_and_domains(sections)
         found[sections["about"]["title"]] = numbers | _of_heads(sections) | _of_recall(sections)
     least, harm = _of_rounding()
@@ -114,8 +115,8 @@ def _of_rounding() -> tuple[str, tuple[float, float]]:
     a text: a 95 % interval over texts, which each model cuts into tokens of its own (Welch).
     """
     models = {}
-    for path in paths.OPEN_LMS.glob("*.json"):
-        sections = json.loads(path.read_text(encoding="utf-8"))
+    for name in REAL_MODELS:
+        sections = recorded(name)
         losses = sections["int8"]["loss"]
         harm = np.array(losses["a text"]) - np.array(losses["exact"])
         models[sections["about"]["title"]] = sections["int8"]["sink_1"], harm

@@ -4,6 +4,8 @@
     python benchmarks/reliability.py --stops 30         tell the sweep's own process to stop: TERM, INT or KILL
     python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
     python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
+    python benchmarks/reliability.py --interrupts 2000  stop that many edits of surgery by a signal at random instants
+    python benchmarks/reliability.py --packed 200       texts packed in a row at random, against each text alone
     python benchmarks/reliability.py --efficiency       one worker beside two, on the same runs of --preset
     python benchmarks/reliability.py .. --json benchmarks/results/reliability.json
 
@@ -316,6 +318,95 @@ def inputs(cases: int) -> dict[str, dict[str, int]]:
         return json.loads(counts.read_text())
 
 
+def interrupted_surgery(times: int) -> dict[str, int]:
+    """Interrupt edits of a small model of ours by a timer's signal, and look at the model after each.
+
+    `lost`: a hook, a mode or other logits remained.
+    """
+    import torch
+
+    import sinkutils as su
+
+    torch.set_num_threads(1)
+    config = su.LMConfig(
+        vocab_size=64, context_length=32, num_layers=2, num_heads=2, hidden_size=16
+    )
+    model, ids = su.TransformerLM(config, 0).train(), torch.arange(16).reshape(2, 8)
+    hooks = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def edit() -> None:
+        su.surgery.edit(
+            model, ids, ("block", "neurons", "query")[counts["edits"] % 3], torch.zeros_like
+        )
+
+    counts: Counter[str] = Counter(edits=0, interrupted=0, lost=0)
+    for _ in range(3):  # so that nothing is imported or compiled in the timed ones
+        edit()
+        counts["edits"] += 1
+    began = time.perf_counter()
+    edit()
+    seconds = time.perf_counter() - began
+    with torch.no_grad():
+        right = model(ids)
+    draw = random.Random(0)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        while counts["interrupted"] < times:
+            counts["edits"] += 1
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 1.1 * seconds))
+                    edit()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                counts["interrupted"] += 1
+            with torch.no_grad():
+                same = torch.equal(model(ids), right)
+            left = any(hooks) or not all(module.training for module in model.modules())
+            counts["lost"] += left or not same or not torch.is_grad_enabled()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return dict(counts)
+
+
+def packed(cases: int) -> dict[str, int]:
+    """Pack texts of random lengths in rows, and hold each text's alpha_1 against that of it alone.
+
+    `wrong`: kept apart, and further than 1e-6 from the text alone. `together`: the report says that the texts see each
+    other.
+    """
+    import warnings
+
+    import families
+    import torch
+
+    import sinkutils as su
+
+    warnings.simplefilter("ignore")
+    draw = random.Random(0)
+    counts: Counter[str] = Counter(rows=0, texts=0, together=0, wrong=0)
+    for name in ("llama", "mistral", "gpt2", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "phi"):
+        model = families.build(name)
+        for _ in range(cases // 8):
+            lengths = [draw.randint(1, 20) for _ in range(draw.randint(2, 6))]
+            ids = torch.tensor([[draw.randrange(3, families.VOCAB) for _ in range(sum(lengths))]])
+            positions = torch.cat([torch.arange(n) for n in lengths])[None]
+            report = su.measure(model, {"input_ids": ids, "position_ids": positions})
+            counts["rows"] += 1
+            counts["texts"] += len(lengths)
+            if report.packed != "kept apart":
+                counts["together"] += len(lengths)
+                continue
+            for text, alpha in zip(ids.split(lengths, dim=1), report.alpha, strict=True):
+                alone = su.measure(model, text).alpha[0]
+                counts["wrong"] += bool((alone - alpha).abs().max() > 1e-6)
+    return dict(counts)
+
+
 def efficiency(folder: Path, preset: str, only: tuple[str, ...]) -> dict:
     """Seconds of the same runs by one worker and by two: 1 is a second worker that halves the time.
 
@@ -338,6 +429,8 @@ def main() -> None:
     arguments.add_argument("--stops", type=int)
     arguments.add_argument("--damage", action="store_true")
     arguments.add_argument("--cases", type=int)
+    arguments.add_argument("--interrupts", type=int)
+    arguments.add_argument("--packed", type=int)
     arguments.add_argument("--efficiency", action="store_true")
     arguments.add_argument("--preset", default="laptop", help="of --efficiency")
     arguments.add_argument(
@@ -367,6 +460,10 @@ def main() -> None:
                 made["kills"] = kill_at_random(sweeps, expected, seconds, options.kills)
         if options.cases:
             made["inputs"] = inputs(options.cases)
+        if options.interrupts:
+            made["interrupted_surgery"] = interrupted_surgery(options.interrupts)
+        if options.packed:
+            made["packed"] = packed(options.packed)
         if options.efficiency:
             made["efficiency"] = efficiency(folder, options.preset, tuple(options.only))
     print(json.dumps(made, indent=1))

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 import sinkutils as su
 from sinkutils import paths
-from sinkutils.study.packing import Chunks, DataConfig
+from sinkutils.study.config import DataConfig
 from sinkutils.study.record import Record
+from sinkutils.study.task import Chunks
 
 LENGTHS = (16, 32)
 CHUNKS = 128  # of the validation text, as the records' own loss has them

@@ -10,10 +10,12 @@ from typing import Any
 # Each public name, and the module that defines it.
 _HOMES = {
     "AttentionSpec": "model.config",
+    "attention": "model.attention",  # the module itself: su.attention.register
     "attend": "model.attention",
     "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
+    "report": "measuring.maps",
     "compare": "measuring.compare",
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
     "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run
@@ -29,6 +31,7 @@ _HOMES = {
     "blocks": "study.frames",
     "heads": "study.frames",
     "curves": "study.frames",
+    "compare_runs": "study.frames",
     "claims": "ledger.table",
     "claim_checks": "ledger.table",
     "verdict": "ledger.table",
@@ -41,6 +44,7 @@ _HOMES = {
     "report_model": "plots.report",
 }
 __all__ = [*_HOMES]
+MODULES = ("attention", "surgery", "sinkcheck")  # public names that are modules themselves
 __version__ = "0.1.0"
 
 
@@ -48,10 +52,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
     module = import_module(f"sinkutils.{_HOMES[name]}")
-    value = module if name in ("surgery", "sinkcheck") else getattr(module, name)
+    value = module if name in MODULES else getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted(__all__)

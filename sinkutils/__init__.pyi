@@ -7,10 +7,12 @@ from sinkutils.measuring import sinkcheck as sinkcheck
 from sinkutils.measuring import surgery as surgery
 from sinkutils.measuring.callback import SinkCallback as SinkCallback
 from sinkutils.measuring.compare import compare as compare
+from sinkutils.measuring.maps import report as report
 from sinkutils.measuring.measure import measure as measure
-from sinkutils.model.attention import AttentionSpec as AttentionSpec
+from sinkutils.model import attention as attention
 from sinkutils.model.attention import attend as attend
-from sinkutils.model.decoder import LMConfig as LMConfig
+from sinkutils.model.config import AttentionSpec as AttentionSpec
+from sinkutils.model.config import LMConfig as LMConfig
 from sinkutils.model.decoder import TransformerLM as TransformerLM
 from sinkutils.names import load_lm as load_lm
 from sinkutils.names import probe as probe
@@ -23,12 +25,13 @@ from sinkutils.plots.theme import save as save
 from sinkutils.plots.theme import theme as theme
 from sinkutils.study.corpus import load_corpus as load_corpus
 from sinkutils.study.frames import blocks as blocks
+from sinkutils.study.frames import compare_runs as compare_runs
 from sinkutils.study.frames import curves as curves
 from sinkutils.study.frames import heads as heads
 from sinkutils.study.frames import runs as runs
 from sinkutils.study.grid import config as config
 from sinkutils.study.grid import experiments as experiments
 from sinkutils.study.store import record as record
-from sinkutils.study.trainer import train as train
+from sinkutils.study.train import train as train
 
 __version__: str

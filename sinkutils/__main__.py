@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
 
+from sinkutils.checks import Refused
 from sinkutils.commands import WRONG, parser
 
 # Exit statuses. A sweep recognises a worker whose run is locked by the status LOCKED.
 LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 3, 130, 141, 143
-# Errors that the user can correct are printed in one line, without a traceback. Some are listed by
-# name, because importing their classes would load PyTorch.
-EXPECTED = (ValueError, OSError, ImportError, MemoryError)
+# Errors that the user can correct are printed in one line, without a traceback. Any other error may
+# be a mistake of ours. Some are listed by name, because importing their classes would load PyTorch.
+EXPECTED = (Refused, OSError, ImportError, MemoryError)
 EXPECTED_NAMES = ("CorruptRecord", "RunLocked", "OutOfMemoryError")
 
 
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
     except Exception as error:
         kind = type(error).__name__
-        if not isinstance(error, EXPECTED) and kind not in EXPECTED_NAMES:
+        expected = isinstance(error, EXPECTED) or kind in EXPECTED_NAMES
+        if options.debug or not expected:
             raise
         message = " ".join(str(error).split()) or kind
         if kind == "ModuleNotFoundError":

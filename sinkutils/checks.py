@@ -1,6 +1,6 @@
 """Checks of arguments.
 
-Each raises a ValueError that names the argument, says what it must be and shows what it was.
+Each raises `Refused`, a ValueError that names the argument, says what it must be and shows what it was.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 
+class Refused(ValueError):
+    """An error of the user's input: the message says what is wrong, and what there is instead.
+
+    The command line prints it in one line. Any other ValueError may be a mistake of ours, and keeps
+    its traceback.
+    """
+
+
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with the message unless the condition holds."""
+    """Raise `Refused` with the message unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise Refused(message)
 
 
 def short(value: Any) -> str:
@@ -36,10 +44,10 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> int:
     # because neither JSON nor PyTorch accepts them.
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole:
-        raise ValueError(f"{name} must be an integer, got {short(value)}")
+        raise Refused(f"{name} must be an integer, got {short(value)}")
     if not least <= value <= most:
         wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        raise Refused(f"{name} must be {wanted}, got {value}")
     return int(value)
 
 
@@ -59,7 +67,7 @@ def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = Fa
         number = float(value)
     enough = number > least if more else number >= least
     if not enough or number == math.inf:
-        raise ValueError(f"{name} must be {wanted}, got {short(value)}")
+        raise Refused(f"{name} must be {wanted}, got {short(value)}")
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -73,7 +81,7 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
 def instance(name: str, value: Any, kind: type) -> None:
     """Check that a value is an instance of `kind`."""
     if not isinstance(value, kind):
-        raise ValueError(
+        raise Refused(
             f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}"
         )
 
@@ -132,7 +140,7 @@ def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
         (_,) = np.shape(values)  # one dimension
         return tuple(map(float, values))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a sequence of numbers, got {short(values)}") from error
+        raise Refused(f"{name} must be a sequence of numbers, got {short(values)}") from error
 
 
 def device(name: str | torch.device | None) -> torch.device:
@@ -149,7 +157,7 @@ def device(name: str | torch.device | None) -> torch.device:
     try:
         target = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(wanted) from error
+        raise Refused(wanted) from error
     require(target.type in ("cpu", "cuda", "mps", "xpu"), wanted)
     if target.type != "cpu":
         count = torch.get_device_module(target).device_count()

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sinkutils import __version__
+from sinkutils.checks import Refused
 
 WRONG = 2  # the exit status of a mistake
+DEBUG = "show the traceback of any error"
 
 
 # Each command: the module of its functions NAME_command and NAME_options, and its help.
@@ -56,6 +58,7 @@ class Command(Parser):
         if self.name:
             home = import_module(COMMANDS[self.name][0])
             getattr(home, f"{self.name}_options")(self)
+            self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
             self.set_defaults(function=getattr(home, f"{self.name}_command"))
             self.name = ""
         return super().parse_known_args(args, namespace)
@@ -78,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="python -m sinkutils", description="See, measure and re-train attention sinks."
     )
+    top.add_argument("--debug", action="store_true", help=DEBUG)
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Command)
     for name, (_, text) in COMMANDS.items():
@@ -165,7 +169,7 @@ def measure_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import require
     from sinkutils.measuring.probes import BOS
     from sinkutils.measuring.report import check_epsilons, check_targets
-    from sinkutils.measuring.texts import read_texts
+    from sinkutils.measuring.texts import natural_digest, read_texts
     from sinkutils.names import open_corpus, subject
 
     # The options are checked before a model is loaded, which may take long.
@@ -198,6 +202,8 @@ def measure_command(options: argparse.Namespace) -> None:
         print(json.dumps(numbers))
         return
     print("\n\n".join(map(str, reports.values())))
+    if "natural" in kinds and corpus is None:
+        print(f"\nnatural text: held-out docstrings, SHA-256 {natural_digest()}")
     if len(options.model) > 1:  # one row per input: checkpoints of one run give a training curve
         summaries = {title: report.summary() for title, report in reports.items()}
         table = pd.DataFrame(summaries).T
@@ -234,7 +240,7 @@ def report_command(options: argparse.Namespace) -> None:
     folder = replaceable(options.output).parent
     require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     if options.beside == options.model:
-        raise ValueError(f"--beside must be another model than {options.model}")
+        raise Refused(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
     # Both models read the same kind of text, each tokenised by its own tokenizer.
@@ -337,7 +343,7 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.paths import RENDERED
 
     if options.in_place and options.parameter:
-        raise ValueError(
+        raise Refused(
             "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
         )
     parameters = {}
@@ -345,7 +351,7 @@ def run_command(options: argparse.Namespace) -> int:
         try:
             parameters[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(
+            raise Refused(
                 f"-p {name}: {text!r} is not a value in YAML: quote it as a string"
             ) from error
     failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sinkutils import paths
+from sinkutils.checks import Refused, instance, short
 from sinkutils.checks import device as find_device
-from sinkutils.checks import instance, short
 from sinkutils.measuring import load, probes
 from sinkutils.measuring.probes import Corpus, Subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable
@@ -56,11 +56,11 @@ def load_lm(
     unknown device or dtype.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
+        raise Refused(f"name_or_path must be a name or a path, got {short(name_or_path)}")
     record = record_named(name_or_path, runs)
     if record is not None:
         if revision is not None:
-            raise ValueError(load.ONE_STATE.format(str(name_or_path)))
+            raise Refused(load.ONE_STATE.format(str(name_or_path)))
         return _load_record(record, device, dtype)
     return load.load_lm(
         name_or_path, device, dtype, revision=revision, trust_remote_code=trust_remote_code

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sinkutils.checks import Refused
 from sinkutils.paths import FIGURES, NOTEBOOKS, RENDERED
 
 CELL_SECONDS = 1200  # the most that one cell may take
@@ -29,13 +30,13 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     paths += sorted(NOTEBOOKS.glob("appendix/*.ipynb"))
     if not paths:
-        raise ValueError(
+        raise Refused(
             f"there are no notebooks in {NOTEBOOKS}: they are in a checkout of the repository"
         )
     for start in only:
         if not any(path.name.startswith(start) for path in paths):
             stems = ", ".join(path.stem for path in paths)
-            raise ValueError(f"no notebook in {NOTEBOOKS} starts with {start}; there are {stems}")
+            raise Refused(f"no notebook in {NOTEBOOKS} starts with {start}; there are {stems}")
     return [path for path in paths if path.name.startswith(tuple(only))]
 
 
@@ -57,7 +58,7 @@ def run_notebooks(
         known = papermill.inspect_notebook(path)
         unknown = sorted({*parameters} - {*known})
         if unknown:
-            raise ValueError(
+            raise Refused(
                 f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(known)}"
             )
     figures = RENDERED / "figures"  # where `su.save` writes

@@ -36,8 +36,10 @@ from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
 
+import yaml
+
 from sinkutils import paths
-from sinkutils.checks import integer, require
+from sinkutils.checks import Refused, first_line, integer, require
 from sinkutils.ledger.quantities import QUANTITIES
 from sinkutils.ledger.readings import real_models
 from sinkutils.study.config import Json
@@ -45,6 +47,10 @@ from sinkutils.study.config import Json
 OF_ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
 OF_RUNS = (*OF_ONE_RUN, "more", "same", "kept", "alike", "loss", "worse")
 REAL = ("above", "below")  # the kinds of checks on a number of a real model
+
+
+# What a claim of one's own is, where its file does not say it.
+OWN = {"part": "ours", "gate": "none"}
 
 
 @dataclass(frozen=True)
@@ -89,16 +95,37 @@ def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
 
     Raises ValueError, which names the claim and the mistake in it.
     """
+    return _claims(paths.read_yaml(path))
+
+
+def read_own(path: str | Path) -> tuple[Claim, ...]:
+    """The claims of a file of your own, of which an entry needs an id, a claim and checks.
+
+    Raises ValueError as `read_claims`, and OSError if there is no such file.
+    """
+    try:
+        entries = paths.read_yaml(Path(path))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} is no YAML: {first_line(error)}") from error
+    listed = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    require(listed and len(entries) > 0, f"{path} is no list of claims, as data/claims.yaml is")
+    claims = _claims([OWN | {"source": Path(path).name} | entry for entry in entries])
+    for claim in claims:
+        require(len(claim.checks) > 0, f"claim {claim.id}: it has no checks")
+    return claims
+
+
+def _claims(entries: list[Json]) -> tuple[Claim, ...]:
     claims = []
-    for entry in paths.read_yaml(path):
+    for entry in entries:
         try:
             fields = dict(entry)
             fresh = fields.pop("fresh", 0)
             fields["checks"] = _checks(entry.get("checks", []), fresh)
             fields["given"] = _checks(entry.get("given", []))
             claims.append(Claim(**fields))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Refused(f"claim {entry.get('id', 'without id')}: {error}") from error
     return tuple(claims)
 
 

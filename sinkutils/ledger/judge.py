@@ -121,7 +121,7 @@ def judge_claims(
 
 def _outcomes(claim: Claim, ours: Readings) -> tuple[list[CheckOutcome], list[CheckOutcome]]:
     """The outcomes of a claim's checks and of its premises, by their own p-values."""
-    if ours.preset in GATED[claim.gate]:
+    if ours.preset.partition("@")[0] in GATED[claim.gate]:
         return [], []
     outcomes = []
     for check in claim.checks:
@@ -141,7 +141,7 @@ def _verdict(
 ) -> str:
     if claim.trivial in PROVED and not claim.checks:
         return PROVED[claim.trivial]
-    if ours.preset in GATED[claim.gate]:
+    if ours.preset.partition("@")[0] in GATED[claim.gate]:
         return UNSEEN.get(claim.gate, "not visible")
     states = [outcome.state for outcome in outcomes]
     return verdict_of(states, [outcome.state for outcome in premises])

@@ -149,7 +149,9 @@ class Readings:
 def _prior(ours: Readings, quantity: str) -> Prior:
     # The cache compares readings by identity (eq=False), so that no two share an entry.
     def samples(measured: str) -> list[list[float]]:
-        lists = [[*ours.values(name, measured).values()] for name in ours.runs]
+        # A variant of one's own is no experiment of the study, and moves none of its verdicts.
+        study = [name for name in ours.runs if name in by_name()]
+        lists = [[*ours.values(name, measured).values()] for name in study]
         return [values for values in lists if len(values) > 1]
 
     if len(samples(quantity)) < LEAST_SETTINGS:
@@ -161,17 +163,25 @@ def _prior(ours: Readings, quantity: str) -> Prior:
 def label(name: str, preset: str) -> str:
     """The name under which an experiment runs at a preset (`grid.resolve`), or "" if it does not.
 
-    It differs from `name` for "base", and if the run coincides with that of another experiment.
+    It differs from `name` for "base", and if the run coincides with that of another experiment. A
+    variant of one's own has its own name.
+
+    preset: the name of a preset, or that of the folder for another text.
     """
+    if name != "base" and name not in by_name():
+        return name
     try:
-        return resolve(name, preset)
+        return resolve(name, preset.partition("@")[0])
     except ValueError:  # the preset does not have this experiment
         return ""
 
 
 def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
-    """The readings of a preset. Raises ValueError for an unknown preset."""
-    find_preset(preset)
+    """The readings of a preset, or of the folder for another text, such as laptop@path-mine-01ab.
+
+    Raises ValueError for an unknown preset.
+    """
+    find_preset(preset.partition("@")[0])
     store = Runs(folder)
     # The times of the digest files. If one changes, the records are read again.
     state = []
@@ -184,8 +194,7 @@ def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
 def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
     runs: dict[str, Seeds] = {}
     for record in store.entries(preset):
-        # A variant of one's own is no experiment of the study, and moves no verdict.
-        if record.status not in ("done", "failed") or record.experiment not in by_name():
+        if record.status not in ("done", "failed"):
             continue
         alpha = record.read_arrays().get("curve")
         metrics: Json = {**record.metrics}
@@ -198,7 +207,7 @@ def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> 
             numbers = runs.get(row.experiment, {}).get(row.seed)
             if numbers is not None:
                 numbers |= as_judged({row.quantity: row.value})
-    return Readings(preset, runs, LEAST_SEEDS.get(preset, 3))
+    return Readings(preset, runs, LEAST_SEEDS.get(preset.partition("@")[0], 3))
 
 
 @lru_cache(maxsize=1)

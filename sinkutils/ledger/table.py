@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from sinkutils.checks import require
-from sinkutils.ledger.claims_file import REAL, read_claims
+from sinkutils.ledger.claims_file import REAL, Claim, read_claims, read_own
 from sinkutils.ledger.judge import FAILS, HOLDS, MISSING, OPEN, Judged, judge_claims, why_open
 from sinkutils.ledger.quantities import RATIOS
 from sinkutils.ledger.readings import Readings, readings
@@ -22,10 +23,17 @@ CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior
 
 
 def claims(
-    preset: str = "laptop", folder: Folder = None, correction: str = "claim"
+    preset: str = "laptop",
+    folder: Folder = None,
+    correction: str = "claim",
+    *,
+    file: str | Path | None = None,
 ) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
+    preset: a preset, or the folder for another text, such as "laptop@path-mine-0123abcd".
+    file: claims of your own, in the form of data/claims.yaml, in place of the study's. They may
+    name variants of your own beside the experiments of the study, whose verdicts they do not move.
     correction: how the p-values are corrected for their number by Holm's method, for and against
     alike: over the checks of each "claim", which is the ledger's rule; over all of the "ledger"
     (each part by itself); or "none". Raises ValueError for an unknown preset or correction.
@@ -47,7 +55,7 @@ def claims(
     """
     ours = readings(preset, folder)
     rows = []
-    for judged in _all_judged(ours, correction):
+    for judged in _all_judged(ours, correction, read_own(file) if file else read_claims()):
         # The runs that the checks read, by quantity. Dicts are used as ordered sets.
         read: dict[str, dict[str, None]] = {}
         levels = []
@@ -127,8 +135,10 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
 
 
 @lru_cache(maxsize=4)
-def _all_judged(ours: Readings, correction: str = "claim") -> list[Judged]:
-    return judge_claims(read_claims(), ours, correction)
+def _all_judged(
+    ours: Readings, correction: str = "claim", file: tuple[Claim, ...] | None = None
+) -> list[Judged]:
+    return judge_claims(file or read_claims(), ours, correction)
 
 
 def _tally(judged: Judged) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import short
+from sinkutils.checks import Refused, short
 
 
 def as_tensor(name: str, x: Any) -> Tensor:
@@ -24,6 +24,6 @@ def as_tensor(name: str, x: Any) -> Tensor:
         # A copy, because PyTorch cannot share memory that NumPy may only read.
         return torch.from_numpy(np.array(x))
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise Refused(
             f"{name} must be an array of numbers, got {type(x).__name__}: {short(x)}"
         ) from error

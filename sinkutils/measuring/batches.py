@@ -12,6 +12,7 @@ with its own mask and positions, and each of its texts is a sample of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import instance, require
+from sinkutils.checks import Refused, instance, require
 from sinkutils.measuring.report import check_targets
 from sinkutils.measuring.tally import Source
 
@@ -177,7 +178,7 @@ class Inputs:
             "attention_mask must be 1 at tokens and 0 at padding, or 1, 2, .. for the texts packed "
             "in a row, and holds something else",
         )
-        real = numbers > 0
+        real: Tensor = numbers > 0
         require(bool(real.any(dim=1).all()), "attention_mask has a row of padding")
         return real
 
@@ -197,6 +198,13 @@ class Inputs:
                 x = x if self._axis(name) == 0 else x[0]  # some have several for a token
                 self._by_token(name, x)
                 steps = x.to("cpu").long().diff(dim=1)
+                if bool((steps > 1).any()):
+                    warnings.warn(
+                        "position_ids have steps other than 1: without a mask and a cache, "
+                        "transformers takes what follows one for another text, which sees nothing "
+                        "before it",
+                        stacklevel=5,
+                    )
                 found[name] = F.pad(steps <= 0, (1, 0)).cumsum(dim=1)
             elif name.startswith("cu_seq"):
                 found[name] = self._by_length(name, x)
@@ -248,7 +256,7 @@ class Inputs:
                 doubtful.append(name)
             elif takes is False:
                 if self._says_where(name) and self.whole and name != "attention_mask":
-                    raise ValueError(
+                    raise Refused(
                         f"{source.kind} takes no {name}, which tells of texts packed in a row or of "
                         "other positions: give each text a row of its own"
                     )

@@ -15,7 +15,11 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.refusals import cut_by, is_sharded
 
 LOGGER = logging.getLogger("sinkutils")
-LOGGED = ("sink_1", "block_1", "later_blocks", "element", "value_ratio")
+# What is logged of `Report.summary`
+LOGGED = (
+    "sink_1 block_1 later_blocks element value_ratio entropy star sink_logit "
+    "excess_full excess_window element_full element_window element_linear"
+).split()
 
 
 class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
@@ -34,7 +38,15 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                                 element of its sequence
         value_ratio             the first token's value norm, divided by the mean norm of the other
                                 tokens' values, in the layer where this ratio is smallest
+        entropy                 of a row of attention, in nats, the learned sink's share included
+        star, sink_logit        the attention to a learned sink, and its mean logit, where there is
+                                one
+        excess_full, excess_window, element_full, element_window, element_linear
+                                the mean excess, and the element, by kind of layer, in a model that
+                                has several: full attention, a window, no softmax attention
 
+    The last row is of the model that the training leaves: if `load_best_model_at_end` has put back
+    the best weights, it is theirs. A training that another callback stops has its last row too.
     The model's train or eval mode, the random state and the gradients do not change. Only the first
     process measures and logs. A model that FSDP2 shards is the exception: every process then takes
     part in the measurement, on the first process's ids. If the model cannot be measured, one
@@ -47,7 +59,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         require(ids.ndim == 2, f"ids must have the shape (samples, T), got {tuple(ids.shape)}")
         self.ids = ids
         self.every = integer("every", every, least=1)
-        self.options = options
+        self.options = {"entropy": True} | options
+        self.last_step: int | None = None  # the step that was last measured
         self.sharded = False  # by FSDP2
         self.why_not: str | None = None  # the reason why this model cannot be measured, if any
         self.warned: set[str] = set()  # what a warning was given about
@@ -66,6 +79,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             shared: list[Any] = [self.ids, self.options]
             distributed.broadcast_object_list(shared, src=0)
             self.ids, self.options = shared
+        self.last_step = None
         if state.global_step == 0:
             self._measure(state, control, model)
 
@@ -76,7 +90,23 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if state.global_step % self.every == 0 or control.should_training_stop:
             self._measure(state, control, model)
 
+    def on_epoch_end(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
+    ) -> None:
+        """Measure if an evaluation has stopped the training after its last step."""
+        if control.should_training_stop and self.last_step != state.global_step:
+            self._measure(state, control, model)
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
+    ) -> None:
+        """Measure the model that is left, unless it was measured at this step."""
+        put_back = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if put_back or self.last_step != state.global_step:
+            self._measure(state, control, model)
+
     def _measure(self, state: Any, control: Any, model: nn.Module) -> None:
+        self.last_step = state.global_step
         first = state.is_world_process_zero
         if self.why_not is not None or not (first or self.sharded):
             return
@@ -110,7 +140,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 def trainer_log() -> Callable[..., None]:
     """The `log` method of the trainer that called the callback, found on the call stack.
 
-    A callback gets no reference to its trainer, and only this method reaches every reporter.
+    A callback gets no reference to its trainer in any of its events, and only this method reaches
+    every reporter and the history of the log.
     """
     for caller in inspect.stack(context=0):
         trainer = caller.frame.f_locals.get("self")

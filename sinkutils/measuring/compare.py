@@ -47,7 +47,7 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     )
     # On the same text, the difference of two models varies less than alpha varies between texts. So
     # the paired interval is the narrower one.
-    if first.digest == second.digest:
+    if first.digest and first.digest == second.digest:  # it is empty if the ids are not known
         interval = stats.ttest_1samp(after - before, 0).confidence_interval()
     else:
         warnings.warn("the reports are of different token ids: nothing is paired", stacklevel=2)

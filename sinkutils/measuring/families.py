@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import require
+from sinkutils.checks import Refused, require
 from sinkutils.paths import LEDGER, read_yaml
 
 # An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
@@ -41,8 +41,8 @@ REFUSED = read_yaml(LEDGER / "unmeasured.yaml")
 
 def attention_layers(
     base: nn.Module,
-) -> tuple[nn.ModuleList, dict[nn.Module, int], dict[nn.Module, int]]:
-    """The model's list of blocks, its softmax attention modules, and where these stand.
+) -> tuple[list[nn.Module], dict[nn.Module, int], dict[nn.Module, int]]:
+    """The model's blocks, its softmax attention modules, and where these stand.
 
     Returns the blocks, a dict from each attention module to its layer index, and a dict from each
     attention module to the index of its block. The two indices are the same unless a block has
@@ -58,25 +58,46 @@ def attention_layers(
         reason = "has no softmax attention layers, so it has no attention sink"
         if not type(base).__module__.startswith("transformers."):
             reason = f"shows no attention module: {INTERFACE}"
-        raise ValueError(f"{kind} {reason}")
+        raise Refused(f"{kind} {reason}")
     outside = f"{kind} has attention outside one list of blocks: give its text decoder"
     lists = set()  # names of the lists that contain attention modules, such as "layers"
+    paths = {}  # attention module -> the numbers in its path, "3", or "1.3" of a list of lists
     places = {}  # attention module -> index of its block
     for name, module in modules.items():
         # GPT-Neo and others wrap one attention module in another. The innermost one computes.
         if any(other.startswith(name + ".") for other in modules):
             continue
-        place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn" -> "layers", "3"
+        place = re.match(
+            r"(.*?)\.?(\d+(?:\.\d+)*)\.", name
+        )  # "layers.3.self_attn" -> "layers", "3"
         if place is None:
-            raise ValueError(outside)
+            raise Refused(outside)
         lists.add(place[1])
-        places[module] = int(place[2])
+        paths[module] = place[2]
     require(len(lists) == 1, outside)
+    stages: Any = base.get_submodule(lists.pop())
+    blocks = _blocks(stages)  # path -> block
+    for module, path in paths.items():
+        found = [
+            number for number, block in enumerate(blocks) if f"{path}.".startswith(f"{block}.")
+        ]
+        require(len(found) == 1, outside)
+        places[module] = found[0]
     layers = places
     if len(set(places.values())) < len(places):  # LongCat-Flash has two modules in each block
         layers = {module: index for index, module in enumerate(places)}
-    blocks: Any = base.get_submodule(lists.pop())
-    return blocks, layers, places
+    return list(blocks.values()), layers, places
+
+
+def _blocks(stages: nn.ModuleList, path: str = "") -> dict[str, nn.Module]:
+    """The blocks in a list, or in a list of lists (stages), by their path in it."""
+    found: dict[str, nn.Module] = {}
+    for name, module in stages.named_children():
+        if isinstance(module, nn.ModuleList):
+            found |= _blocks(module, f"{path}{name}.")
+        else:
+            found[f"{path}{name}"] = module
+    return found
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
@@ -290,7 +311,7 @@ def by_registered(call: Call, function: Function, name: str) -> tuple[Tensor, Te
     for weights in others:
         if isinstance(weights, Tensor) and weights.shape == shape:
             return out, weights
-    raise ValueError(
+    raise Refused(
         f"the attention function {name!r} is none of transformers', and returns no weights "
         f"{shape} behind its output: let it return them, and they are what is measured"
     )
@@ -341,7 +362,7 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     left = torch.sigmoid(lse - by_head)  # (B, H, R, 1)
     scaled = weights * left.to(weights.dtype)
     if not _is_product(out, scaled, call):
-        raise ValueError(
+        raise Refused(
             f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights "
             "sum to one, and its output differs"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def oracle(call: Call) -> tuple[Tensor, Tensor]:
 
     The log-sum-exp is that of all logits by which the weights are divided, the sink among them.
     """
-    learned = {}
+    learned: dict[str, Any] = {}
     if call.sinks is not None:
         learned["sink_logit"] = call.sinks
     if call.sink_keys is not None:
@@ -190,7 +190,8 @@ def merged(how: str) -> Fault:
         def function(call: Call) -> tuple[Tensor, Tensor]:
             half = call.k.shape[2] // 2
             parts = [of_keys(call, slice(0, half)), of_keys(call, slice(half, None))]
-            plain = call.causal and call.window is call.documents is call.sink_keys is None
+            others = (call.window, call.documents, call.sink_keys)
+            plain = call.causal and all(x is None for x in others)
             if not plain or call.q.shape[2] > half:
                 return attention(call)  # not every query sees both halves
             (out, lse), (out_2, lse_2) = attention(parts[0]), attention(without(parts[1]))
@@ -246,7 +247,8 @@ def _of_key_head(x: Tensor, call: Call) -> Tensor:
 
 def _in_turn(x: Tensor, call: Call) -> Tensor:
     """The sinks in the order in which interleaved heads have them."""
-    return x.unflatten(0, (call.k.shape[1], -1)).T.flatten()
+    by_key_head: Tensor = x.unflatten(0, (call.k.shape[1], -1))
+    return by_key_head.T.flatten()
 
 
 FAULTS: dict[str, Fault] = {

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sinkutils.checks import require
+from sinkutils.checks import Refused, require
 from sinkutils.measuring import families, older, refusals
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import Checking, Comparing, Looking, Measuring, Pass
@@ -126,7 +126,7 @@ class Capture:
         # True: the module asks the interface for its attention function. False: it does not.
         chooses = {families.chooses_attention(module) for module in self.layers}
         if len(chooses) > 1:
-            raise ValueError(f"{self.kind} mixes attention modules of two kinds: not supported")
+            raise Refused(f"{self.kind} mixes attention modules of two kinds: not supported")
         self.legacy = False in chooses
         causal = [getattr(module, "is_causal", True) for module in self.layers]
         self.needs_mask = not all(causal)
@@ -254,7 +254,7 @@ class Capture:
             found = streams if found is None else found
         if found is None:
             refusals.check_length(self.kind, longer or self.shape[1], self.shape[1])
-            raise ValueError(
+            raise Refused(
                 f"{self.kind} has a block that shows no hidden states (B, T, d): give norms=False"
             )
         return found
@@ -306,7 +306,7 @@ class Capture:
         length = query.shape[2]
         # More keys than tokens would be keys of a cache or an encoder, which are not in the text.
         if module not in self.layers or key.shape[2] != length + self.doing.front:
-            raise ValueError(
+            raise Refused(
                 f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: "
                 "alpha_k is of tokens, in layers that stand in one list of blocks"
             )
@@ -473,5 +473,5 @@ def _embedding(model: Any) -> Tensor:
     table: Tensor | None = getattr(module, "weight", None)
     if table is None:
         kind = type(model).__name__
-        raise ValueError(f"{kind} embeds no tokens: sinks are measured on causal LMs")
+        raise Refused(f"{kind} embeds no tokens: sinks are measured on causal LMs")
     return table

@@ -6,9 +6,6 @@ import importlib.util
 import os
 import pickle
 import re
-import warnings
-from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,26 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from sinkutils.checks import choice
+from sinkutils.checks import Refused, choice
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
+from sinkutils.measuring.weights import (
+    NEWER,
+    base_of_adapter,
+    broken_gguf,
+    check_loaded,
+    check_path,
+    gguf_file,
+    other_names,
+)
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ONE_STATE = "revision is of a hub id, and {0!r} has one state only: leave it out"
-# The beginning of a weight's name: "model.layers.3." -> "model.layers.", "3".
-BLOCK = re.compile(r"(.*?)(\d+)\.")
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
-# For example, transformers 4 does not find the rotary base where version 5 writes it, and would
-# silently use its own default.
-NEWER = "was saved by a later transformers, whose files this one reads wrongly: update transformers"
+TEKKEN = "tekken.json"  # the tokenizer of Mistral's own format
 
 
 def load_lm(
@@ -51,9 +53,9 @@ def load_lm(
     lowered = name.lower()  # REAL_MODELS has lower-case names
     real = not here and lowered in REAL_MODELS
     if revision is not None and (here or real):
-        raise ValueError(ONE_STATE.format(name))
+        raise Refused(ONE_STATE.format(name))
     if here:
-        check_folder(path)
+        check_path(path)
         where = name
     elif real:
         where = str(model_folder(lowered))
@@ -101,7 +103,7 @@ def _load_transformers(
 
     target: the device; None lets accelerate choose the devices.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
         from transformers.utils.logging import set_tqdm_hook
@@ -110,15 +112,17 @@ def _load_transformers(
 
     # We ask once whether the hub answers. Offline, its library would retry each file for half a
     # minute.
-    local = Path(name).exists()
-    offline = not local and not hub_reachable()
+    path = Path(name)
+    local = path.exists()
+    complete = local and Path(base_of_adapter(path) or name).exists()
+    offline = not complete and not hub_reachable()
     common: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "local_files_only": offline,
         "revision": revision or "main",
     }
     where: Any = name
-    gguf = gguf_file(Path(name))
+    gguf = gguf_file(path)
     if gguf:  # transformers wants the folder and the file's name, and dequantises the weights
         where = gguf.parent
         common["gguf_file"] = gguf.name
@@ -126,17 +130,18 @@ def _load_transformers(
         dtype = torch.float32 if find_device(target).type == "cpu" else "auto"
     bars = set_tqdm_hook(_plain_bar)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` below names and refuses them
-            dtype=dtype,
-            device_map="auto" if target is None else None,
-            **common,
-        )
-        model, info = loaded
-        tokenizer: Any = WithoutTokenizer(model)
-        if not local or gguf or _holds(Path(name), TOKENIZER_FILES):
+        options: dict[str, Any] = {
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # `check_loaded` below names and refuses them
+            "dtype": dtype,
+            "device_map": "auto" if target is None else None,
+        }
+        model, info = _from_pretrained(where, **options, **common)
+        names = other_names(model, info)
+        if names:
+            model, info = _from_pretrained(where, key_mapping=names, **options, **common)
+        tokenizer: Any = WithoutTokenizer(model, (path / TEKKEN).is_file())
+        if not local or gguf or _has_tokenizer(path):
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
     except Exception as error:  # anything: wrong shapes, broken JSON, a missing package, ..
         raise ModelUnavailable(_why(name, offline, error)) from error
@@ -148,112 +153,35 @@ def _load_transformers(
     return model.eval(), tokenizer
 
 
+def _from_pretrained(where: Any, **options: Any) -> Any:
+    """A causal LM, or a model of pictures and text, with its loading info."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(where, **options)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        try:
+            return AutoModelForImageTextToText.from_pretrained(where, **options)
+        except ValueError as other:
+            if "Unrecognized configuration class" not in str(other):
+                raise
+        raise
+
+
 def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A progress bar made of text. Widgets are lost in a saved notebook ("model not found")."""
+    """A progress bar made of text, and none where stderr is no terminal but a file or a notebook."""
     kind = tqdm if issubclass(bar, tqdm) else bar
-    return kind(*args, **kwargs)
+    return kind(*args, **{"disable": None, **kwargs})
 
 
-def _holds(folder: Path, patterns: Sequence[str]) -> bool:
-    """Whether a folder has a file that matches one of the patterns."""
-    for pattern in patterns:
-        if any(folder.glob(pattern)):
-            return True
-    return False
-
-
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at this path, or the only one in a folder without a config.json; else None.
-
-    Raises ModelUnavailable for a folder that has several.
-    """
-    if path.suffix == ".gguf":
-        return path
-    files = sorted(path.glob("*.gguf"))
-    if not files or (path / "config.json").exists():
-        return None
-    if len(files) > 1:
-        raise ModelUnavailable(
-            f"{str(path)!r} holds {len(files)} GGUF files: give one of them, {str(files[0])!r}"
-        )
-    return files[0]
-
-
-def check_folder(path: Path) -> None:
-    """Raise ModelUnavailable if a path is not the folder of a model, with advice which one is."""
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelUnavailable(f"{str(path)!r} is a file: give the folder that holds it")
-        return
-    for file in sorted(path.iterdir()):
-        if file.is_file() and file.stat().st_size < 1024:
-            if file.read_bytes().startswith(b"version https://git-lfs"):
-                raise ModelUnavailable(
-                    f"{str(path)!r} has git-lfs pointers in place of files ({file.name}): "
-                    "run `git lfs pull` in it"
-                )
-    if _holds(path, ("config.json", "adapter_config.json", "*.gguf")):
-        return
-    advice = "is it the folder of a model?"
-    for config in path.glob("*/config.json"):  # perhaps a training's folder of checkpoints
-        advice = f"give a folder in it, {str(config.parent)!r} for instance"
-    raise ModelUnavailable(f"{str(path)!r} has no config.json: {advice}")
-
-
-def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
-    """Raise ModelUnavailable if a file's weights do not fit the model, or its version is too new.
-
-    transformers itself only logs a line: it fills missing weights with random numbers, and drops
-    unknown ones. A sink measured on such a model would mean nothing. Unused weights are a mere
-    warning if they belong to another head, or to layers that predict further tokens (MTP).
-    info: the loading info of `from_pretrained`.
-    """
-    # Compare the major versions: 5 of 5.17.0.
-    installed, *_ = version("transformers").split(".")
-    saved = re.match(r"\d+", str(getattr(model.config, "transformers_version", "")))
-    if saved and int(saved[0]) > int(installed):
-        raise ModelUnavailable(f"{name!r} {NEWER}")
-    message = f"the weights of {name!r} are not those of its config.json: "
-    mismatched = sorted(info.get("mismatched_keys", ()))
-    if mismatched:
-        first = mismatched[0]
-        if isinstance(first, tuple):  # transformers 4 gives the name alone
-            key, in_file, in_model = first
-            first = f"{key} is {tuple(in_file)} in the file and {tuple(in_model)} by config.json"
-        more = len(mismatched) - 1
-        raise ModelUnavailable(
-            f"{message}{first} (and {more} more): was the vocabulary resized without saving?"
-        )
-    missing = sorted(info["missing_keys"])
-    unused = sorted(info["unexpected_keys"])
-    # The number of such weights, and the name of one
-    message += f"without {len(missing)} {missing[:1]}, "
-    message += f"with {len(unused)} unused {unused[:1]}"
-    if missing or _leaves_out_a_block(model, unused):  # missing weights would be random
-        raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
-    if unused:
-        warnings.warn(message, stacklevel=4)
-
-
-def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
-    """Whether unused weights belong to a block that the model should have.
-
-    MTP layers do not count. Their weights are numbered as blocks behind the last one.
-    """
-    config = model.config.get_text_config()
-    count = getattr(config, "num_hidden_layers", 0)
-    predicting = getattr(config, "num_nextn_predict_layers", 0) or 0  # number of MTP layers
-    further = range(count, count + predicting)
-    used = set()  # the names of the lists of blocks in the model, such as "model.layers."
-    for key in model.state_dict():
-        match = BLOCK.match(key)
-        if match:
-            used.add(match[1])
-    for key in unused:
-        match = BLOCK.match(key)
-        if match and match[1] in used and int(match[2]) not in further:
-            return True
-    return False
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer that can be read here."""
+    patterns = list(TOKENIZER_FILES)
+    if importlib.util.find_spec("mistral_common"):
+        patterns.append(TEKKEN)
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 class WithoutTokenizer:
@@ -261,7 +189,10 @@ class WithoutTokenizer:
 
     bos_token_id = None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tekken: bool = False) -> None:
+        self.why = "this folder has no tokenizer files"
+        if tekken:
+            self.why = f"the tokenizer of this folder, {TEKKEN}, needs: pip install mistral-common"
         if isinstance(model, TransformerLM):
             size = model.config.vocab_size
         else:
@@ -275,9 +206,7 @@ class WithoutTokenizer:
         return self.vocabulary
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise ValueError(
-            "this folder has no tokenizer files, so only random and repeated ids can be made of it"
-        )
+        raise Refused(f"{self.why}; without it, only random and repeated ids can be made")
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(f"<{int(i)}>" for i in ids)
@@ -301,8 +230,11 @@ def _why(name: str, offline: bool, error: Exception) -> str:
     message = " ".join(str(error).split()) or type(error).__name__
     path = Path(name)
     find_spec = importlib.util.find_spec  # returns None if a package is not installed
-    if gguf_file(path) and find_spec("gguf") is None:
-        return f"{name!r} is a GGUF file: pip install gguf"
+    if gguf_file(path):
+        if find_spec("gguf") is None:
+            return f"{name!r} is a GGUF file: pip install gguf"
+        if broken_gguf(error):
+            return f"{name!r} could not be loaded: the GGUF file is cut or broken: {message[:200]}"
     adapter = path / "adapter_config.json"
     if adapter.exists() and find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
@@ -323,8 +255,10 @@ def _why(name: str, offline: bool, error: Exception) -> str:
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
         return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:
+        base = base_of_adapter(path)
+        wanted = f"{base!r}, the base model of the adapter {name!r}," if base else repr(name)
         return (
-            f"{name!r} is not in the local cache and the hub cannot be reached: "
+            f"{wanted} is not in the local cache and the hub cannot be reached: "
             "connect, or give a local folder"
         )
     return f"{name!r} could not be loaded: {message[:300]}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import integer, require, short
+from sinkutils.checks import Refused, integer, require, short
 from sinkutils.measuring.batches import Ids, Inputs
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
@@ -29,6 +29,7 @@ def measure(
     attention_mask: Tensor | None = None,
     batch_size: int | None = None,
     norms: bool = True,
+    entropy: bool = False,
     heads: Sequence[tuple[int, int]] = (),
     exact: bool = False,
     check: bool = True,
@@ -53,7 +54,8 @@ def measure(
         cu_seq_lens and seq_idx tell of them. Such a row runs as it is, and each of its texts is a
         sample. Whether the model keeps them apart is said in `Report.packed`.
     batch_size: sequences per forward pass; None: about 8192 tokens.
-    norms: whether l2-norms are measured.
+    norms: whether l2-norms and the largest elements are measured.
+    entropy: whether the entropy of attention is measured, which costs the attention once more.
     heads: 0-based (layer, head) pairs whose maps A_ij, queries and keys are kept (`Kept`).
     exact: never use the fused kernel (transformers models only).
     check: first run a text of at most 16 of the ids' tokens, once or twice, to verify that
@@ -93,7 +95,7 @@ def measure(
         warn_of_padding(inputs.ids, model, firsts)
     warn_of_two_bos(texts, firsts)
     # --- the forward passes
-    tally = Tally(targets, int(lengths.max()), norms, pairs)
+    tally = Tally(targets, int(lengths.max()), norms, pairs, entropy)
     order: list[int] = []  # the indices of the texts, in the order in which they run
     state = LeftAsFound()
     # Entered twice: if an interrupt stops the inner context while it restores the model, the outer
@@ -147,12 +149,12 @@ def check_weights(model: nn.Module) -> None:
         offloaded = hasattr(module, "_hf_hook")  # a hook of accelerate fetches these weights
         for name, weight in module.named_parameters(path, recurse=False):
             if weight.is_meta and not offloaded:
-                raise ValueError(
+                raise Refused(
                     f"model has weights on the meta device ({name}), without numbers: load it first"
                 )
             coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
             if coarse and not getattr(model, "is_quantized", False):
-                raise ValueError(
+                raise Refused(
                     f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
                     "model.to(torch.bfloat16)"
                 )
@@ -167,7 +169,7 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> Tensor:
     tokens = torch.cat(list(rows))
     low, high = tokens.aminmax()
     if low < 0 or high >= vocabulary:
-        raise ValueError(
+        raise Refused(
             f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
             f"got {low}..{high}"
         )
@@ -191,7 +193,7 @@ def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], .
     try:
         pairs = [(layer, head) for layer, head in heads]
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise Refused(
             f"heads must be a sequence of (layer, head) pairs, got {short(heads)}"
         ) from error
     checked = [(integer("layer", layer, 0), integer("head", head, 0)) for layer, head in pairs]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, masking_utils
 
+from sinkutils.checks import Refused
 from sinkutils.measuring.families import Function
 from sinkutils.measuring.tally import LeftAsFound
 
@@ -47,9 +48,7 @@ def let_ask(
         file = sys.modules[home]
         eager: Function | None = getattr(file, "eager_attention_forward", None)
         if eager is None:
-            raise ValueError(
-                f"{home} has no eager attention that could be read: use transformers 5"
-            )
+            raise Refused(f"{home} has no eager attention that could be read: use transformers 5")
         asks = _asks(AttentionInterface(), "eager")
         state.set(file, "eager_attention_forward", functools.wraps(eager)(asks))
     state.set(AttentionInterface, "__getitem__", _asks)

@@ -83,11 +83,16 @@ class OwnModel:
         first = self.first
         of_text = [x[:, :, first:] for x in (q, k, v)]
         tally.add_qkv(layer, *of_text)
+        if "sink_logit" in extras:
+            tally.sink_logits[layer] = float(extras["sink_logit"].mean())
         # Without the row of x*, which sees only itself: (B, H, T, S)
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
         # The columns are k* or x*, if there is one, followed by the T keys of the text.
         length = shares.shape[2]
-        tally.add_weights(layer, [tally.reduced(layer, shares[..., -length:])])
+        reduced = tally.reduced(layer, shares[..., -length:])
+        if tally.entropy:  # with the star's share
+            reduced = reduced._replace(entropy=torch.special.entr(shares).sum(dim=-1))
+        tally.add_weights(layer, [reduced])
         if first or spec.has_star:
             tally.add_star(layer, shares[..., -length - 1])
 

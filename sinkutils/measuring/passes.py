@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinkutils.checks import Refused
 from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, Function, repeat_heads, widened
 from sinkutils.measuring.refusals import LATER, Unreadable
@@ -104,6 +105,8 @@ class Measuring(Pass):
     def attention(self, call: Call, layer: int) -> Tensor:
         call = self._edited(call, layer)._replace(hidden=self.hidden)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
+        if call.sink is not None and layer not in self.tally.sink_logits:
+            self.tally.sink_logits[layer] = float(call.sink.float().mean())
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
 
@@ -111,7 +114,7 @@ class Measuring(Pass):
         self, call: Call, layer: int, function: Function, name: str
     ) -> tuple[Tensor, Tensor]:
         if self.hidden is not None:
-            raise ValueError(
+            raise Refused(
                 "keys are hidden from transformers' own attention functions alone, and "
                 f"{name!r} is none of them"
             )
@@ -147,6 +150,8 @@ class Measuring(Pass):
         keeps_maps = self.tally.heads_of(layer, call.q.shape[1])
         if self.exact or keeps_maps or not can_serve(call, columns):
             return None
+        if self.tally.entropy and call.mask is not None and call.mask.dtype != torch.bool:
+            return None  # a mask may hold biases, which the entropy from keys would leave out
         # A kernel has to prove right once in each module, both with and without a mask. It may be
         # broken in this version of PyTorch, and a family may change its logits in a way that the
         # kernel does not know.
@@ -154,7 +159,7 @@ class Measuring(Pass):
         if self.proved.get(case) is False:
             return None
         try:
-            result = fused_call(call, columns)
+            result = fused_call(call, columns, self.tally.entropy)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, RuntimeError):  # no kernel in this build, or for device and dtype
@@ -167,6 +172,8 @@ class Measuring(Pass):
         self.tally.add_shares(layer, result.shares)
         if result.star is not None:
             self.tally.add_star(layer, result.star)
+        if result.entropy is not None:
+            self.tally.add_entropy(layer, result.entropy)
         return result.out
 
     def _exact(self, call: Call, layer: int) -> Tensor:
@@ -307,6 +314,7 @@ class Fused(NamedTuple):
     out: Tensor  # (B, T, H, D)
     shares: Tensor  # (B, H, T, K): A_ik for the K chosen keys
     star: Tensor | None  # (B, H, T): the attention that a learned sink takes, if there is one
+    entropy: Tensor | None  # (B, H, T): of each row, in nats, if it was asked for
 
 
 def can_serve(call: Call, columns: Tensor) -> bool:
@@ -322,17 +330,23 @@ def can_serve(call: Call, columns: Tensor) -> bool:
     return one_type and q.shape[-1] == v.shape[-1]
 
 
-def fused_call(call: Call, columns: Tensor) -> Fused:
-    """Compute the output by a fused kernel, and the attention to the keys at `columns` (K,)."""
+def fused_call(call: Call, columns: Tensor, entropy: bool = False) -> Fused:
+    """Compute the output by a fused kernel, and the attention to the keys at `columns` (K,).
+
+    entropy: whether to compute that of each row as well, by a second call of the kernel.
+    """
     q = call.q
     heads = q.shape[1]
     keys = repeat_heads(call.k, heads)
     values = repeat_heads(call.v, heads)
+
     # out: (B, H, T, D). lse: (B, H, T), the log of the sum of exp(logits) over each row.
-    if call.mask is None:
-        out, lse = fused(q, keys, values, scale=call.scale)
-    else:
-        out, lse = fused_rows(q, keys, values, call.mask, call.scale)
+    def by_kernel(v: Tensor) -> tuple[Tensor, Tensor]:
+        if call.mask is None:
+            return fused(q, keys, v, scale=call.scale)
+        return fused_rows(q, keys, v, call.mask, call.scale)
+
+    out, lse = by_kernel(values)
     # The logits s_ik of the chosen keys alone
     chosen = keys[:, :, columns].float()  # (B, H, K, D)
     logits = q.float() @ chosen.mT * call.scale  # (B, H, T, K)
@@ -340,6 +354,13 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
     # An additive mask may also hold biases of visible keys, so it is added as it is.
     if mask.dtype != torch.bool:
         logits = logits + mask
+    of_rows = None
+    if entropy:
+        # H_i = lse_i - sum_j A_ij s_ij, and the sum is <q_i, sum_j A_ij k_j> times the scale: the
+        # kernel computes it with the keys in place of the values.
+        mean_keys, _ = by_kernel(keys)
+        mean_logits = (q.float() * mean_keys.float()).sum(dim=-1) * call.scale  # (B, H, T)
+        of_rows = lse - mean_logits
     star = None
     if call.sink is not None:
         # A learned sink logit only adds exp(sink) to the denominator of the softmax. So the tokens
@@ -349,12 +370,15 @@ def fused_call(call: Call, columns: Tensor) -> Fused:
         rest = torch.exp(lse - total)  # (B, H, T)
         star = 1 - rest
         out = out * rest[..., None].to(out.dtype)
+        if of_rows is not None:  # the sink is one more weight of each row
+            mean_logits = lse - of_rows
+            of_rows = total - rest * mean_logits - star * sink
         lse = total
     shares = torch.exp(logits - lse[..., None])  # A_ik = exp(s_ik - lse_i)
     hidden = ~families.shown(mask)
     shares = shares.masked_fill(hidden, 0)
     out = out.transpose(1, 2).contiguous()
-    return Fused(out, shares, star)
+    return Fused(out, shares, star, of_rows)
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:

@@ -7,23 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from sinkutils.checks import choice, instance, integer, require, short
+from sinkutils.checks import Refused, choice, instance, integer, require, short
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.texts import held_out_documents
-from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode, marked_special, special_ids
+from sinkutils.measuring.texts import Pieces, held_out_documents
+from sinkutils.measuring.tokenizer import (
+    adds_bos,
+    bos_id,
+    encode,
+    fix_position,
+    marked_special,
+    special_ids,
+)
 
 # The index of a kind enters its seed, so that a new kind may only be appended.
 PROBES = ("natural", "random", "repeat")
 SEQUENCES = 100
 # Before a text is tokenised it is cut to this many characters for each token that is needed.
 CHARACTERS_A_TOKEN = 32
+# A stream of texts is read until there are this many times the texts that are needed: they are drawn
+# from these. It is given up after LONGEST_STREAM texts, or windows of tokens, in any case.
+READ_AHEAD = 10
+LONGEST_STREAM = 100_000
 X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what can stand first in an input
 
 
@@ -45,14 +58,14 @@ def probe(
     *,
     bos: bool = False,
     corpus: Corpus | None = None,
-    texts: Iterable[str] | None = None,
+    texts: Iterable[str] | Pieces | None = None,
 ) -> Tensor:
     """Token ids (n, length), as `names.probe`, which also opens corpora by their names.
 
     corpus: None stands for the held-out documents of the corpus "docstrings".
     """
     if kind not in PROBES and (kind is not None or texts is None):
-        raise ValueError(
+        raise Refused(
             f"kind must be one of {', '.join(PROBES)}, got {short(kind)}; "
             "to measure texts of your own say probe(texts=[..], tokenizer=..)"
         )
@@ -69,8 +82,11 @@ def probe(
     # The number of tokens that the text has to supply: all but the BOS.
     needed = length - bos
     if kind is None:
-        ids = _windows(tokenizer, n, needed, seed, _several(texts))
+        ids = _windows(tokenizer, n, needed, seed, texts)
     elif kind == "natural":
+        require(
+            not isinstance(texts, Pieces), "large files are cut into windows: leave out the kind"
+        )
         ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
         every = set(tokenizer.get_vocab().values())
@@ -84,41 +100,98 @@ def probe(
     return torch.from_numpy(np.array(ids, dtype=np.int64))
 
 
-def _several(texts: Any) -> list[str]:
-    """The texts as a list. Raises ValueError unless they are a collection of strings."""
+def _one_by_one(texts: Any) -> Iterator[str]:
+    """The texts, of which a stream is read only as far as they are asked for.
+
+    Raises ValueError unless they are several strings in an order.
+    """
     # A loop over a table would yield the names of its columns.
     has_columns = hasattr(texts, "columns") or hasattr(texts, "column_names")
     # The order of a set differs from process to process.
     refused = isinstance(texts, str | Mapping | set | frozenset) or has_columns
-    documents = []
+    first: list[Any] = []
     if isinstance(texts, Iterable) and not refused:
-        documents = list(texts)
+        iterator = iter(texts)
+        first = list(islice(iterator, 1))
     require(
-        len(documents) > 0,
+        len(first) > 0,
         "texts must be several strings, a document each, and no set; of a table give one of the "
         f"columns; got {short(texts)}",
     )
-    for index, text in enumerate(documents):
-        instance(f"texts[{index}]", text, str)
-    return documents
+    for index, text in enumerate(chain(first, iterator)):
+        in_batches = isinstance(texts, DataLoader) and isinstance(text, list | tuple)
+        for part in text if in_batches else [text]:
+            instance(f"texts[{index}]", part, str)
+            yield part
 
 
-def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:
-    """n windows of the texts, which are cut at every `needed` tokens: (n, needed)."""
-    windows = []
-    for text in texts:
-        ids = encode(tokenizer, text)
-        for start in range(0, len(ids) - needed + 1, needed):
-            windows.append(ids[start : start + needed])
+def _is_stream(texts: Any) -> bool:
+    """Whether texts come one after the other from somewhere, perhaps without an end."""
+    return not hasattr(texts, "__len__") or isinstance(texts, DataLoader)
+
+
+def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: Any) -> np.ndarray:
+    """n windows of the texts, which are cut at every `needed` tokens: (n, needed).
+
+    Of a stream, the first READ_AHEAD * n windows are those that are drawn from.
+    """
+    generator = np.random.default_rng(seed)
+    windows: list[list[int]] = []
+    if isinstance(texts, Pieces):
+        windows = _windows_of_pieces(tokenizer, n, needed, generator, texts)
+    else:
+        stream = _is_stream(texts)
+        for index, text in enumerate(_one_by_one(texts)):
+            windows += _cut(tokenizer, text, needed)
+            if stream and n and len(windows) >= READ_AHEAD * n:
+                break
+            if stream and max(index, len(windows)) >= LONGEST_STREAM:
+                require(n is not None, f"texts have not ended after {index + 1}: say n=..")
+                break
     least = n or 1
     require(
         len(windows) >= least,
         f"texts have {len(windows)} windows of {needed} tokens, n={least} are needed: give more or "
         "longer texts, a smaller n or a smaller length",
     )
-    order = np.random.default_rng(seed).permutation(len(windows))
-    drawn = np.sort(order[:n])  # all windows if n is None
+    drawn = np.sort(generator.permutation(len(windows))[:n])  # all windows if n is None
     return np.array(windows)[drawn]
+
+
+def _cut(tokenizer: Any, text: str, needed: int) -> list[list[int]]:
+    """All windows of a text."""
+    ids = encode(tokenizer, text)
+    return [ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)]
+
+
+def _windows_of_pieces(
+    tokenizer: Any, n: int | None, needed: int, generator: np.random.Generator, pieces: Pieces
+) -> list[list[int]]:
+    """Windows of large files: all if n is None, else about n, equally many of pieces that are drawn.
+
+    Only these pieces are read and tokenised. If they do not have n windows, all pieces are.
+    """
+    windows: list[list[int]] = []
+    if n is not None:
+        of_each = -(-n // len(pieces))  # n / len(pieces), rounded up
+        for index in generator.permutation(len(pieces)):
+            its_own = []
+            for text in pieces[index]:
+                its_own += _cut(tokenizer, text, needed)
+            some = generator.permutation(len(its_own))[:of_each]
+            windows += [its_own[i] for i in some]
+            if len(windows) >= n:
+                return windows
+        windows = []
+    for index in range(len(pieces)):
+        for text in pieces[index]:
+            windows += _cut(tokenizer, text, needed)
+        require(
+            len(windows) < LONGEST_STREAM,
+            f"the text has more than {LONGEST_STREAM:,} windows of {needed} tokens: say how many "
+            "are to be drawn (n)",
+        )
+    return windows
 
 
 def _natural(
@@ -131,17 +204,21 @@ def _natural(
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that are long enough: (n, needed).
 
-    The seed determines the order in which the documents are tried.
+    The seed determines the order in which the documents are tried. Those of a stream are the first
+    READ_AHEAD * n, and further ones in their order only if these are not enough.
     """
     if texts is None:
         texts = held_out_documents()
         if corpus is not None:
-            texts = map(corpus.decode, corpus.documents("probe"))
-    documents = _several(texts)
+            texts = list(map(corpus.decode, corpus.documents("probe")))
+    stream = _one_by_one(texts)
+    documents = list(islice(stream, READ_AHEAD * n if _is_stream(texts) else None))
     generator = np.random.default_rng([seed, PROBES.index("natural")])
+    drawn = (documents[index] for index in generator.permutation(len(documents)))
     chosen = []
-    for index in generator.permutation(len(documents)):
-        text = documents[index]
+    tried = 0
+    for text in chain(drawn, islice(stream, LONGEST_STREAM)):
+        tried += 1
         # The beginning of a long text is enough. It must have one token more than needed, because
         # the cut may change the last token.
         ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
@@ -151,20 +228,11 @@ def _natural(
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
-    raise ValueError(
-        f"{len(chosen)} of {len(documents)} documents have at least {needed} tokens, n={n} are "
+    raise Refused(
+        f"{len(chosen)} of {tried} documents have at least {needed} tokens, n={n} are "
         "needed: give more text, a smaller n or a smaller length; to cut texts of your own into "
         "windows and take all, leave out the kind"
     )
-
-
-def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
-    """`ids` (n, T) with x_fix at a 1-based position; unchanged if that is None or beyond T."""
-    if position is None or position > ids.shape[1]:
-        return ids
-    ids = ids.clone()
-    ids[:, position - 1].fill_(fix_id)
-    return ids
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 from transformers.utils import find_labels
 
-from sinkutils.checks import require
+from sinkutils.checks import Refused, require
 from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call, home_of
 
 LATER = "sees later tokens: it is no causal LM (encoder-only?)"
@@ -57,7 +57,7 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
     if not isinstance(inner, PreTrainedModel):
         kind = type(inner).__name__
         advice = ": give its .module" if hasattr(inner, "module") else ""
-        raise ValueError(
+        raise Refused(
             f"model must be a TransformerLM or of transformers, out of any wrapper; got {kind}"
             f"{advice}: {INTERFACE}"
         )
@@ -82,7 +82,7 @@ def _inside(model: Any) -> Any:
         return None
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
-        raise ValueError(
+        raise Refused(
             "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
         )
     return model.get_base_model()
@@ -151,7 +151,7 @@ class Arguments:
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuse a forward that does not run on the ids and on what is given beside them."""
         if "input_ids" not in self.parameters and not self.takes_any:
-            raise ValueError(f"{self.kind} takes no input_ids, but {', '.join(self.parameters)}")
+            raise Refused(f"{self.kind} takes no input_ids, but {', '.join(self.parameters)}")
         lacking = []
         for name, parameter in self.parameters.items():
             needed = parameter.default is parameter.empty
@@ -226,9 +226,9 @@ def check_kind(model: Any) -> None:
     reason = REFUSED.get(config.model_type)
     require(reason is None, f"{kind} cannot be measured: {reason}")
     if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is, or is a part of, an encoder-decoder model, and no causal LM")
+        raise Refused(f"{kind} is, or is a part of, an encoder-decoder model, and no causal LM")
     if getattr(model.base_model, "attention_type", None) == "block_sparse":  # BigBird
-        raise ValueError(f"{kind} {BLOCK_SPARSE}")
+        raise Refused(f"{kind} {BLOCK_SPARSE}")
     if config.model_type in PREFIX:
         warnings.warn(
             f"{kind} is measured as a causal LM, although its own prompts see themselves whole",
@@ -282,7 +282,7 @@ def check_heads(model: Any, heads: int) -> None:
     config = model.config.get_text_config()
     whole = getattr(config, "num_attention_heads", heads)
     if isinstance(whole, int) and heads < whole and whole % heads == 0:
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__} computes {heads} of its {whole} heads in this process, by "
             f"{TENSOR_PARALLEL}"
         )
@@ -309,7 +309,7 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
     for module in model.base_model.modules():
         looked_up = isinstance(module, nn.Embedding) and module.weight is not table
         if looked_up and limit <= module.num_embeddings <= limit + 2:
-            raise ValueError(
+            raise Refused(
                 f"ids have {length} positions, and the model has learned {limit}: give fewer"
             )
     warnings.warn(
@@ -330,13 +330,13 @@ def check_call(call: Call, name: str, kind: str) -> None:
         causal = getattr(module, "is_causal", True)
     # A single query has no later keys, so that causality does not matter.
     if call.mask is None and not causal and call.q.shape[2] > 1:
-        raise ValueError(f"{type(module).__name__} {LATER}")
+        raise Refused(f"{type(module).__name__} {LATER}")
     # Sparse attention chooses the keys of each query. For "eager" and "sdpa" it writes its choice
     # into the mask, which we read. The kernels of other functions get it as an argument.
     keys = call.kwargs.get("indices")
     blocks = call.kwargs.get("block_indices")
     chosen = keys is not None or blocks is not None
     if chosen and name not in ("eager", "sdpa"):
-        raise ValueError(
+        raise Refused(
             f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')"
         )

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from sinkutils.checks import numbers, require
+from sinkutils.checks import Refused, numbers, require
+from sinkutils.measuring.peaks import by_kind, forecast_line, forecast_table, peaks_table
+from sinkutils.measuring.uniform import excess, norm_ratio, seeing_share, uniform_alpha
 
-if TYPE_CHECKING:  # a table of records needs the arithmetic below, and no PyTorch
-    from torch import Tensor
+if TYPE_CHECKING:
+    import pandas as pd
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 DRAWS = 2000  # resamples of the bootstrap
@@ -30,7 +33,7 @@ BY_POSITION = (
 ).split()
 
 
-class NotFinite(ValueError):
+class NotFinite(Refused):
     """The model computed nan or infinite numbers, so that a report would mean nothing."""
 
 
@@ -72,11 +75,20 @@ class Report:
     hidden_peaks: Tensor | None = None
     first_elements: Tensor | None = None  # (blocks, d): each |element| of h_1^l, over that median
     star: Tensor | None = None  # (samples, layers, heads): alpha_*, the attention to "star"
+    # (samples, layers, heads): entropy of a row of attention in nats, mean over queries; the star's
+    # share is one of its weights. None where it was not asked for.
+    entropy: Tensor | None = None
+    # (part, layer) -> (2, heads), for `peaks`; (part, layer) -> (formats,), for `forecast`
+    maxima: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    lost: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    sink_logits: dict[int, float] = field(default_factory=dict)  # layer -> mean learned sink logit
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # (layer, head) -> its map
     bos: bool | None = None  # whether each sequence starts with a BOS; None: unknown
     skipped: int = 0  # the number of sequences shorter than the largest target
     name: str = ""
-    path: str = ""  # how alpha was computed, in words
+    # How alpha was computed, in words: "fused", "exact", "eager weights", "dense". "fused in 23 of 24
+    # layers": in one, no kernel could compute it or proved right, and whole rows were computed.
+    path: str = ""
     # For each attention layer, how many keys a query sees; None: all. Empty: no layer has a window.
     windows: tuple[int | None, ...] = ()
     # Of texts packed in a row, whether they saw each other, in words. Empty: each row is one text.
@@ -122,8 +134,8 @@ class Report:
 
         In uniform attention, query i spreads over the i keys that it sees: for k = 1, u = H_T / T.
         In a layer with a window of w keys it spreads over min(i, w) keys, and for "star" over the
-        star as well. For a prefix LM, u ignores the prefix; there, uniform attention over the
-        model's own mask has an excess a little below 0.
+        star as well. For k = 1, 2, .. u ignores a star and the prefix of a prefix LM. There, uniform
+        attention over all that a query sees has an excess a little below 0; `str` prints how far.
         """
         return float(self._excess(k).mean())
 
@@ -165,14 +177,25 @@ class Report:
         rows = []
         for length in self.lengths.tolist():
             rows.append([function(length, k, window) for window in windows])
-        import torch
-
         return torch.tensor(rows, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
-        """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
+        """A 95 % interval of Sink_k^eps over sequences, in percent; k may be "star".
+
+        It is a bootstrap over sequences. Where all of them have 0 %, or all 100 %, a bootstrap would
+        say that there is no doubt; then it is the interval of Clopper and Pearson for a share of
+        the sequences. One sequence says nothing of others: (0, 100).
+        """
         is_sink = self._is_sink(k, eps)
         by_text = is_sink.mean(dim=(1, 2)).numpy()  # (samples,)
+        count = len(by_text)
+        if count == 1:
+            return 0.0, 100.0
+        doubt = 100 * (1 - 0.025 ** (1 / count))
+        if by_text.max() == 0:
+            return 0.0, doubt
+        if by_text.min() == 1:
+            return 100 - doubt, 100.0
         # We resample texts, not heads: the heads of one model are no independent sample.
         rng = np.random.default_rng(0)
         drawn = rng.choice(by_text, (DRAWS, len(by_text)))
@@ -226,6 +249,12 @@ class Report:
             dimension (from 0).
         value_ratio: ||v_1|| divided by the mean norm of the other values, in the layer where this
             ratio is smallest.
+        entropy: the mean entropy of a row of attention, in nats.
+        star: the mean attention to a key of its own, or to a learned sink logit; sink_logit: the
+            mean of learned sink logits.
+        excess_full, excess_window: the mean excess in layers with and without a window, and
+        element_full, element_window, element_linear: the element after these blocks, and after
+            blocks without softmax attention, if the model has more than one kind.
         """
         first, *later = self.excess_by_layer()
         numbers = {"sink_1": self.sink(eps=self.epsilons[0])}
@@ -242,7 +271,36 @@ class Report:
         if self.value_norms is not None and self.length > 1:
             ratios = norm_ratio(self.value_norms)
             numbers["value_ratio"] = float(np.nanmin(ratios))
-        return numbers
+        if self.entropy is not None:
+            numbers["entropy"] = float(self.entropy.mean())
+        if self.star is not None:
+            numbers["star"] = float(self.star.mean())
+        if self.sink_logits:
+            numbers["sink_logit"] = float(np.mean([*self.sink_logits.values()]))
+        windows = self.windows or (None,) * len(self.layers)
+        pairs = zip(windows, self.excess_by_layer(), strict=True)
+        of_layers = dict(zip(self.layers, pairs, strict=True))
+        return numbers | by_kind(of_layers, self.first_elements)
+
+    @property
+    def peaks(self) -> pd.DataFrame:
+        """The largest |element| of states, keys and values, over all texts, in absolute numbers.
+
+        Columns: part (h, k or v), block (from 1), head (key heads from 1; 0 for h, which has none),
+        first (at the first token) and others (at all others). Empty if norms were not measured.
+        """
+        return peaks_table(self.maxima)
+
+    @property
+    def forecast(self) -> pd.DataFrame:
+        """What a cache with one scale for a layer's keys, or values, would leave of them.
+
+        Columns: part (k or v), block (from 1), format (int8, fp8, int4, fp4), zero: which share of
+        the other tokens' elements, in percent, it would round to zero; lost_bits: log2 of the first
+        token's largest element over the others', or 0 if that is larger: by so many bits an integer
+        format is coarser for the others than without the first token. Empty without norms.
+        """
+        return forecast_table(self.maxima, self.lost)
 
     def __str__(self) -> str:
         import pandas as pd  # imported here, because training does not need it
@@ -274,8 +332,19 @@ class Report:
                 sink = self.sink(k, eps)
                 low, high = self.interval(k, eps)
                 column = f"Sink eps={eps:g} [95 % over texts]"
-                table.loc[key, column] = f"{sink:.2f} % [{low:6.2f}, {high:6.2f}]"
+                interval = f"[{low:6.2f}, {high:6.2f}]" if self.samples > 1 else "[n = 1]"
+                table.loc[key, column] = f"{sink:.2f} % {interval}"
         text += str(table.rename_axis(columns="key").to_string())
+        if len(self.targets) > 1:
+            most = max(self.targets, key=self.excess)
+            text += (
+                f"\nmost attention: position {most}, of those measured "
+                f"(excess {self.excess(most):.3f}, mean over texts, layers and heads)"
+            )
+        if self.star is not None:
+            even = uniform_alpha(self.length, 1, None, own_keys=1)
+            of_even = excess(even, uniform_alpha(self.length))
+            text += f"\nthe excess ignores the key *: even attention to all has {of_even:.3f}"
         for k in self.targets:
             cap = min(self.caps(k))
             if cap < 1:
@@ -283,6 +352,8 @@ class Report:
                     f"\nin layers with a window alpha_{k} is at most {cap:.3f}: "
                     f"see caps({k}), visible_alpha({k})"
                 )
+        if self.lost:
+            text += "\n" + forecast_line(self.maxima, self.forecast)
         return text
 
     @property
@@ -302,7 +373,7 @@ class Report:
         """
         shares = self._shares
         if k not in shares:
-            raise ValueError(
+            raise Refused(
                 f"alpha_{k} was not measured, only {[*shares]}: measure(targets=..), and star only "
                 "of a key bias k*, a sink token x* or a learned sink logit"
             )
@@ -325,68 +396,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, DIGITS)
     return value
-
-
-def seeing_share(length: int, k: int | str, window: int | None) -> float:
-    """The share of the queries k..T that see key k through a window. All queries see "star"."""
-    if window is None or k == "star":
-        return 1.0
-    queries = length - int(k) + 1
-    return min(1.0, window / queries)
-
-
-@lru_cache(maxsize=4096)
-def uniform_alpha(
-    length: int,
-    k: int | str = 1,
-    window: int | None = None,
-    own_keys: int = 0,
-) -> float:
-    """alpha_k of uniform causal attention: the mean over i = k..T of 1/i. The floor of the metric.
-
-    window: the number w of keys that a query sees at most. Query i then spreads over its last
-        min(i, w) keys.
-    own_keys: how many keys of its own, such as k*, the model adds. All queries see them, and "star"
-        is one of them.
-    """
-    first = 1 if k == "star" else int(k)
-    queries = np.arange(first, length + 1)
-    keys = queries  # the number of text keys that each query sees: query i sees i keys
-    if window is not None:
-        keys = np.minimum(queries, window)
-    if k == "star":
-        shares = 1 / (keys + max(1, own_keys))
-    else:
-        sees = queries - keys < first  # key k is inside the query's window
-        shares = sees / (keys + own_keys)
-    return float(shares.mean())
-
-
-def excess(alpha: Any, uniform: Any) -> Any:
-    """(alpha - u) / (1 - u), where u is the alpha of uniform attention.
-
-    It is 0 if each query spreads evenly over the keys that it sees, and 1 if all attention is on
-    key k. It is also 0 if each query sees only one key. alpha, uniform: numbers, arrays or tensors.
-    """
-    alone = uniform == 1  # alpha is then 1 as well; adding 1 below gives 0 / 1 instead of 0 / 0
-    return (alpha - uniform) / (1 - uniform + alone)
-
-
-def norm_ratio(norms: Any) -> list[float]:
-    """For each row, the norm at the first position over the mean norm at the others (Figs. 7, 8).
-
-    norms: (rows, positions); a row is a layer or a block. The ratio is NaN where all other norms
-    are zero, as behind a closed gate. For hidden states the last block is a special case: its
-    output predicts the next token, and its norms mean something else.
-    Raises ValueError for T = 1.
-    """
-    rows = np.asarray(norms, dtype=float)
-    require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
-    first = rows[:, 0]
-    others = rows[:, 1:].mean(axis=1)
-    others = np.where(others > 0, others, np.nan)
-    ratios: list[float] = (first / others).tolist()
-    return ratios
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:

@@ -69,7 +69,7 @@ def reference() -> dict[str, Case]:
     cases = {}
     for name, (fields, cut, fine) in options.items():
         parts = tensors[name]
-        inputs = {x: parts[x].double() for x in DIFFERENTIABLE if x in parts}
+        inputs: dict[str, Any] = {x: parts[x].double() for x in DIFFERENTIABLE if x in parts}
         if "documents" in parts:
             inputs["documents"] = parts["documents"]
         gradients = {x: parts[f"d{x}"] for x in DIFFERENTIABLE if f"d{x}" in parts}
@@ -196,8 +196,8 @@ def run(
     require(callable(function), f"function must be callable, got {short(function)}")
     require(dtype in TOLERANCES, f"dtype must be one of {[*TOLERANCES]}, got {dtype}")
     require(not isinstance(cases, str), f"cases must be several names, got {cases!r}")
-    for case in cases or ():
-        choice("each of cases", case, reference())
+    for key in cases or ():
+        choice("each of cases", key, reference())
     if tolerance is not None:
         real("tolerance", tolerance, "positive and finite", more=True)
     kernel = Kernel(function, dtype, torch.device(device))
@@ -446,8 +446,8 @@ def faulty_gradients(case: Case, x: str) -> Iterator[tuple[str, Tensor]]:
             fault = f"the gradient of {x} is that of the {which} query head of a group alone"
             of_heads = faults.by_recomputed_weights(faults.oracle, call, cotangent, which)
             yield fault, of_heads[x]
-    for fault, change in FAULTS.items():
-        attention = change(faults.oracle)
+    for fault, faulty in FAULTS.items():
+        attention = faulty(faults.oracle)
         backward = f"in the backward pass {fault}"
         yield backward, faults.gradients(attention, call, cotangent)[x]
         if x in ("q", "k", "v"):

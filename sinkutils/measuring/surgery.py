@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from sinkutils.checks import choice, integer, integers, require
+from sinkutils.checks import Refused, choice, integer, integers, require
 from sinkutils.measuring.batches import Batch, Ids, Inputs
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import check_range, measure, short_text
@@ -153,7 +153,7 @@ def edit_block(
         if not isinstance(source, OwnModel):
             streams = source.hidden_states(hidden).shape[1]
             if streams > 1:
-                raise ValueError(f"blocks pass on {streams} residual streams: there is no one h_1")
+                raise Refused(f"blocks pass on {streams} residual streams: there is no one h_1")
         edited = changed(change, hidden)
         return edited if isinstance(output, Tensor) else (edited, *output[1:])
 
@@ -366,7 +366,7 @@ def operating(
             source = observe(model, Pass(), state)
             state.set(source.config, "return_dict", True)  # we read output.logits
             if source.model.get_output_embeddings() is None:
-                raise ValueError(
+                raise Refused(
                     "surgery needs a TransformerLM or a causal LM of transformers, got "
                     f"{source.kind}"
                 )
@@ -380,12 +380,12 @@ def operating(
             yield source, state
             return
         if source.legacy:
-            raise ValueError(
+            raise Refused(
                 f"{source.kind} has attention outside transformers' interface, in which surgery "
                 "can change nothing"
             )
         if cache and not keeps_keys_and_values(source, longest.ids[:1, :1]):
-            raise ValueError(
+            raise Refused(
                 f"{source.kind} keeps something else than keys and values of each layer between "
                 "tokens"
             )

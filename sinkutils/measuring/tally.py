@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sinkutils.checks import instance, require
+from sinkutils.measuring.peaks import FORMATS
 from sinkutils.measuring.report import Kept, NotFinite, Report
 
 # Measuring changes the state of a model, and different models may share a configuration. So only
@@ -79,6 +80,7 @@ class Reduced(NamedTuple):
     shares: Tensor  # the columns of the targets, (B, H, R, K)
     maps: Tensor  # the chosen heads, (B, chosen, R, T)
     star: Tensor | None  # what each row lacks to sum to one, (B, H, R)
+    entropy: Tensor | None = None  # of each row, in nats, (B, H, R)
 
 
 # Numbers of each sample: name -> layer -> a list with one tensor (B, ..) per batch. For a kept map,
@@ -119,8 +121,12 @@ class Tally:
     length: int  # of the longest sequence
     norms: bool = True  # whether norms are measured
     heads: tuple[tuple[int, int], ...] = ()  # (layer, head) whose map, queries and keys are kept
+    entropy: bool = False  # whether the entropy of attention is measured
 
     def __post_init__(self) -> None:
+        # (part, layer) -> the largest |element| of each head, at the first token and at the others
+        self.peaks: dict[tuple[str, int], Tensor] = {}
+        self.sink_logits: dict[int, float] = {}  # layer -> the mean learned sink logit
         self.values: Values = defaultdict(lambda: defaultdict(list))
         self.sums: Sums = defaultdict(dict)
         # Where the texts of the current pass stand in its only row; None: each row is one text.
@@ -173,10 +179,31 @@ class Tally:
             sizes = of_text.abs().float()  # (B, S, T, d)
             median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
             median = median.clamp(min=1e-30)  # avoids a division by zero
-            peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
+            largest = sizes.amax(dim=3)  # (B, S, T)
+            self._add_peaks("h", layer, largest.amax(dim=1, keepdim=True))
+            peaks = largest.amax(dim=1) / median  # (B, T)
             self._sum("hidden_peaks", layer, self._padded(peaks))
             first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
             self._sum("first_elements", layer, first)
+
+    def _add_peaks(self, part: str, layer: int, sizes: Tensor) -> None:
+        """Add the largest elements of a part, (B, H, T): those of the first token and all others'."""
+        first = sizes[:, :, 0].amax(dim=0)  # (H,)
+        others = sizes[:, :, 1:].flatten(2).transpose(0, 1).flatten(1)  # (H, B (T - 1))
+        others = others.amax(dim=1) if others.shape[1] > 0 else torch.zeros_like(first)
+        peaks = torch.stack([first, others]).float()
+        before = self.peaks.get((part, layer), peaks)
+        self.peaks[part, layer] = torch.maximum(before, peaks)
+
+    def _add_cache(self, part: str, layer: int, x: Tensor) -> None:
+        """Add what a cache in few bits would do to keys or values x, (B, H, T, D)."""
+        for of_text in self.of_texts(x, 2):
+            sizes = of_text.abs().float()
+            self._add_peaks(part, layer, sizes.amax(dim=-1))
+            peak = sizes.amax(dim=(1, 2, 3))[:, None, None, None]  # of each text
+            relative = sizes[:, :, 1:] / peak.clamp(min=1e-30)  # nan below if there are no others
+            shares = [(relative < f.smallest / 2).float().mean(dim=(1, 2, 3)) for f in FORMATS]
+            self.values[f"lost_{part}"][layer].append(torch.stack(shares, dim=1))
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add the rows (B, n) of a batch to a layer's sum over samples."""
@@ -195,6 +222,9 @@ class Tally:
         """
         self.add_norms("key", layer, k)
         self.add_norms("value", layer, v)
+        if self.norms:
+            self._add_cache("k", layer, k)
+            self._add_cache("v", layer, v)
         # In grouped-query attention, `group` query heads share one key head.
         group = q.shape[1] // k.shape[1]
         for head in self.heads_of(layer, q.shape[1]):
@@ -219,7 +249,12 @@ class Tally:
         chosen = self.heads_of(layer, weights.shape[1])
         maps = weights[:, chosen].float()
         lacking = 1 - weights.sum(dim=-1, dtype=wide) if star else None
-        return Reduced(shares, maps, lacking)
+        entropy = None
+        if self.entropy:
+            entropy = torch.special.entr(weights.to(wide)).sum(dim=-1)
+            if lacking is not None:
+                entropy = entropy + torch.special.entr(lacking.clamp(min=0))
+        return Reduced(shares, maps, lacking, entropy)
 
     def add_weights(self, layer: int, parts: Sequence[Reduced]) -> None:
         """Add the attention of a layer. parts: one for each chunk of queries."""
@@ -229,6 +264,9 @@ class Tally:
         star = [part.star for part in parts if part.star is not None]
         if star:
             self.add_star(layer, torch.cat(star, dim=2))
+        entropy = [part.entropy for part in parts if part.entropy is not None]
+        if entropy:
+            self.add_entropy(layer, torch.cat(entropy, dim=2))
         texts = self.texts or [slice(None)]
         for index, head in enumerate(self.heads_of(layer, shares.shape[1])):
             for text in texts:
@@ -248,6 +286,11 @@ class Tally:
         for of_text in self.of_texts(star, 2):
             alpha = of_text.mean(dim=-1)  # all queries see it: (B, H)
             self.values["star"][layer].append(alpha.float())
+
+    def add_entropy(self, layer: int, entropy: Tensor) -> None:
+        """Add the entropy of attention. entropy: of each row, the star's share included, (B, H, T)."""
+        for of_text in self.of_texts(entropy, 2):
+            self.values["entropy"][layer].append(of_text.mean(dim=-1).float())
 
     def refuse_heads(self) -> None:
         """Raise ValueError for chosen (layer, head) pairs that the model does not have.
@@ -294,6 +337,13 @@ class Tally:
             nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
             stars = [values["star"].get(layer, nothing) for layer in alphas]
             fields["star"] = torch.stack(stars, dim=1)
+        if len(values["entropy"]) == len(alphas):  # every layer showed whole rows, or a kernel's
+            fields["entropy"] = torch.stack(list(values["entropy"].values()), dim=1)
+        fields["sink_logits"] = self.sink_logits
+        fields["maxima"] = {place: peaks.cpu() for place, peaks in self.peaks.items()}
+        for part in ("k", "v"):
+            for layer, lost in values[f"lost_{part}"].items():
+                fields.setdefault("lost", {})[part, layer] = lost.nanmean(dim=0)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
         # These two are empty if the modules show only their weights.

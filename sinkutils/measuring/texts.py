@@ -14,6 +14,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from sinkutils.checks import Refused
 from sinkutils.paths import LEDGER, read_csv
 
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -24,6 +25,10 @@ PIECE_CHARACTERS = 2_000  # the largest size of the documents into which a text 
 PIECE = re.compile(
     r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
 )
+LARGE = 4_000_000  # larger files, in bytes, stay on disk and are read in pieces of PIECE_BYTES
+PIECE_BYTES = 65_536
+LONGEST_LINE = 64_000_000  # of a large .jsonl file, in bytes
+CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # all bytes of a character of UTF-8 but the first
 # Columns: package; file in it; docstrings: which of the file's docstrings make the document, counted
 # from 0; sha256: the first 16 digits of the document's hash. studies/held_out.py writes it.
 PLACES = LEDGER / "held_out.csv"
@@ -41,36 +46,91 @@ COMMENT_OR_STRING = re.compile(
 # --- a user's files
 
 
-def read_texts(path: str | Path) -> list[str]:
+class Pieces:
+    """Large files of text, which stay on disk: pieces that are read when they are asked for.
+
+    A piece is a list of texts. Of a .jsonl file these are the lines that begin in its part of the
+    file. Of another file it is that part as one text, cut without regard to words.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.places = []  # of each piece: the file and the first byte
+        for file in files:
+            for start in range(0, file.stat().st_size, PIECE_BYTES):
+                self.places.append((file, start))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> list[str]:
+        file, start = self.places[index]
+        stop = start + PIECE_BYTES
+        with file.open("rb") as opened:
+            if file.suffix.lower() != ".jsonl":
+                opened.seek(start)
+                data = opened.read(PIECE_BYTES + 3)
+                first = _inside_character(data[:3])
+                end = PIECE_BYTES + _inside_character(data[PIECE_BYTES:])
+                return [_plain_text(data[first:end], f"{file}, after byte {start},")]
+            if start:
+                # The rest of a line that began before this piece. It is empty if that line ends
+                # with the byte before.
+                opened.seek(start - 1)
+                opened.readline(LONGEST_LINE)
+            lines = []
+            while opened.tell() < stop and (line := opened.readline(LONGEST_LINE)):
+                lines.append(line)
+        return list(_texts_in(lines, f"{file}, after byte {start}"))
+
+
+def _inside_character(data: bytes) -> int:
+    """How many bytes at the beginning belong to a character of UTF-8 that began before them."""
+    return len(data) - len(data.lstrip(CONTINUATION_BYTES))
+
+
+def read_texts(path: str | Path) -> list[str] | Pieces:
     """The texts of a file, or of all files in a folder, for `probe(texts=..)`.
 
     Files are .txt, .md or .jsonl. Each line of a .jsonl file is one text, and each other file is
-    one. Raises FileNotFoundError if there is no such file, and ValueError for a file that is not
-    text; the message says where.
+    one. If they have more than LARGE bytes together, they stay on disk as `Pieces`.
+    Raises FileNotFoundError if there is no such file, and ValueError for a file that is not text;
+    the message says where.
     """
+    files = local_files(Path(os.path.expanduser(path)))
+    if sum(file.stat().st_size for file in files) > LARGE:
+        return Pieces(files)
     texts: list[str] = []
-    for file in local_files(Path(os.path.expanduser(path))):
+    for file in files:
         texts += texts_of(file)
     return texts
 
 
 def texts_of(file: Path) -> Iterator[str]:
     """The text of a file, or the texts in the lines of a .jsonl file."""
-    if file.suffix.lower() != ".jsonl":
-        # A file that was saved on Windows gets the same tokens.
-        yield _decoded(file.read_bytes(), str(file)).replace("\r\n", "\n")
-        return
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    data = file.read_bytes()
+    if file.suffix.lower() == ".jsonl":
+        yield from _texts_in(data.splitlines(), str(file))
+    else:
+        yield _plain_text(data, str(file))
+
+
+def _plain_text(data: bytes, where: str) -> str:
+    # A file that was saved on Windows gets the same tokens.
+    return _decoded(data, where).replace("\r\n", "\n")
+
+
+def _texts_in(lines: list[bytes], where: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        row = _decoded(line, f"{file}, line {number},")
+        row = _decoded(line, f"{where}, line {number},")
         try:
             text = json.loads(row)["text"]
         except (ValueError, TypeError, KeyError, RecursionError):
             text = None
         if not isinstance(text, str):
-            raise ValueError(
-                f'{file}, line {number}: expected a JSON object with a string under "text"'
+            raise Refused(
+                f'{where}, line {number}: expected a JSON object with a string under "text"'
             )
         yield text
 
@@ -79,7 +139,7 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+        raise Refused(f"{where} is not UTF-8 text: {error}") from error
 
 
 def local_files(path: Path) -> list[Path]:
@@ -127,6 +187,11 @@ def held_out_documents() -> tuple[str, ...]:
             stacklevel=2,
         )
     return tuple(documents)
+
+
+def natural_digest() -> str:
+    """The first digits of the SHA-256 of the held-out documents together, to be named in reports."""
+    return digest("\0".join(held_out_documents()))[:8]
 
 
 def digest(text: str) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sinkutils.checks import first_line, require
+from sinkutils.checks import Refused, first_line, require, short
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -77,9 +80,7 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     for role, tokens in ROLES.items():
         found = _first(tokenizer, tokens)
         if found is None:
-            raise ValueError(
-                f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}"
-            )
+            raise Refused(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}")
         ids[role] = found
     # Often the smallest ids are special, and those of ordinary text follow.
     special = marked_special(tokenizer) | {*ids.values()}
@@ -139,10 +140,14 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
 
 
 def _text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The ids by the tokenizer's own option to add no special tokens, neither cut nor padded."""
+    """The ids by the tokenizer's own option to add no special tokens, neither cut nor padded.
+
+    Raises ValueError if the tokenizer itself fails at this text.
+    """
     backend = _backend(tokenizer)
     if backend is None:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        with _told(text):
+            return list(tokenizer.encode(text, add_special_tokens=False))
     before = backend.encode_special_tokens
     truncation = backend.truncation
     padding = backend.padding
@@ -150,13 +155,41 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
     backend.no_truncation()
     backend.no_padding()
     try:
-        return backend.encode(text, add_special_tokens=False).ids
+        with _told(text):
+            return backend.encode(text, add_special_tokens=False).ids
     finally:
         backend.encode_special_tokens = before
         if truncation:
             backend.enable_truncation(**truncation)
         if padding:
             backend.enable_padding(**padding)
+
+
+@contextlib.contextmanager
+def _told(text: str) -> Iterator[None]:
+    """Turn a panic of a tokenizer into a ValueError.
+
+    A pattern that backtracks too far on some text makes the Rust code panic. That is a
+    BaseException, of a class that cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise Refused(
+            f"the tokenizer itself fails at a text of {len(text):,} characters, {short(text)}: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
+    """`ids` (n, T) with x_fix at a 1-based position; unchanged if that is None or beyond T."""
+    if position is None or position > ids.shape[1]:
+        return ids
+    ids = ids.clone()
+    ids[:, position - 1].fill_(fix_id)
+    return ids
 
 
 def bos_id(tokenizer: Any) -> int:
@@ -166,7 +199,7 @@ def bos_id(tokenizer: Any) -> int:
     else:
         token = tokenizer.bos_token_id
     if token is None:
-        raise ValueError("a BOS first needs a tokenizer with a BOS token, and this one has none")
+        raise Refused("a BOS first needs a tokenizer with a BOS token, and this one has none")
     return int(token)
 
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import choice, real, require
-from sinkutils.model.config import SOFTMAX, AttentionSpec
+from sinkutils.checks import Refused, choice, first_line, real, require
+from sinkutils.model.config import SIMILARITY_NAMES, SOFTMAX, AttentionSpec
 from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, visible
 
 Map = Callable[[Tensor], Tensor]
@@ -52,8 +52,11 @@ LOGARITHMS = {
 }
 # phi of Section 7.4, applied to queries and keys; "mlp" is learned. It is computed in float64: the
 # product of two small values, such as e^-60 e^-60, is 0 in float32, and a row of zeros has no sum
-# to divide by.
-KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
+# to divide by. Apple GPUs have no float64.
+KERNELS: dict[str, Map] = {
+    "identity": lambda x: x,
+    "elu": lambda x: elu_plus_one(x.float() if x.is_mps else x.double()),
+}
 NUM_BUCKETS = 32  # B of Eq. 6
 MAX_DISTANCE = 128  # D of Eq. 6
 
@@ -68,6 +71,59 @@ class Extras(NamedTuple):
     mlp: Map | None = None  # phi, (..., D) -> (..., D), with kernel='mlp'
     sink_logit: Tensor | None = None  # (H,), with sink_logit='learned'
     mix: Tensor | None = None  # lambda of differential attention, a scalar
+
+
+def register(name: str, f: Map, log: Map | None = None) -> None:
+    """Make a similarity f of your own one that `AttentionSpec(similarity=name)` may name.
+
+    f: elementwise, and at least 0. A hidden key has the weight 0, whatever f is.
+    log: the logarithm of f, if it can be computed where f itself vanishes or overflows in float32.
+        A normalised operation is then exact there as well.
+
+    Both are tried, against each other and in plain loops. The name holds in this process only, so
+    that a sweep, whose workers are other processes, refuses it.
+
+    Raises ValueError for a name that is taken, and if f or log is not what it must be.
+    """
+    require(isinstance(name, str) and name.isidentifier(), f"name must be one word, got {name!r}")
+    require(name not in SIMILARITY_NAMES, f"there is a similarity {name!r} already")
+    points = torch.linspace(-30, 30, 61, dtype=torch.float64)
+    values = _tried("f", f, points)
+    one_by_one = torch.cat([_tried("f", f, point[None]) for point in points])
+    require(torch.allclose(values, one_by_one, 1e-9), f"f of {name!r} is not elementwise")
+    require(bool((values >= 0).all()), f"f of {name!r} is negative")
+    if log is not None:
+        fits = torch.allclose(_tried("log", log, points).exp(), values, rtol=1e-9, atol=1e-300)
+        require(fits, f"log of {name!r} is not the logarithm of f")
+        _tried("log", log, torch.tensor([-200.0, 200.0]))
+        LOGARITHMS[name] = _with_hidden(log, -torch.inf)
+    SIMILARITIES[name] = _with_hidden(f, 0.0)
+    SIMILARITY_NAMES.append(name)
+
+
+def _with_hidden(function: Map, value: float) -> Map:
+    """The function with this value, and the gradient 0, where a logit is -inf: at hidden keys."""
+
+    def whole(x: Tensor) -> Tensor:
+        hidden = x == -torch.inf
+        return function(x.masked_fill(hidden, 0)).masked_fill(hidden, value)
+
+    return whole
+
+
+def _tried(what: str, function: Map, x: Tensor) -> Tensor:
+    """The values of a function of the user's, whose values and gradients must be finite numbers."""
+    x = x.clone().requires_grad_()
+    try:
+        values = function(x)
+        (slopes,) = torch.autograd.grad(values.sum(), x)
+    except Exception as error:  # of any kind, since the function is the user's
+        raise Refused(f"{what} cannot be computed with a gradient: {first_line(error)}") from error
+    fits = values.shape == x.shape and values.dtype == x.dtype
+    require(fits, f"{what} must return a tensor of the shape and dtype of its argument")
+    wrong = x[~(values.isfinite() & slopes.isfinite())].tolist()
+    require(not wrong, f"{what} or its gradient is not finite in {x.dtype} at {wrong[:3]}")
+    return values.detach()
 
 
 def similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
@@ -356,9 +412,9 @@ def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, leng
     """The same of the inputs beside q, k and v. length: one more than the largest distance."""
     _, heads, _, head_dim = q.shape
     if spec.differential and head_dim % 2 > 0:
-        raise ValueError("differential attention needs an even head dimension (D of q)")
+        raise Refused("differential attention needs an even head dimension (D of q)")
     if (spec.kernel == "mlp") != (extras.mlp is not None):
-        raise ValueError("mlp is the callable of kernel='mlp', and of no other")
+        raise Refused("mlp is the callable of kernel='mlp', and of no other")
     has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     sizes = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
@@ -370,7 +426,7 @@ def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, leng
         x = getattr(extras, name)
         shape = None if x is None else tuple(x.shape)
         if shape != size:
-            raise ValueError(
+            raise Refused(
                 f"the operation takes {name} of shape {size} (None: leave it out), got {shape}"
             )
     if extras.distance_bias is not None:

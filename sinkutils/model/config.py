@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinkutils import checks
-from sinkutils.checks import choice, real
+from sinkutils.checks import Refused, choice, real
 
 # The names of f and phi. `attention.SIMILARITIES` and `attention.KERNELS` have the functions.
 # softpick (Zuhri et al. 2025) is relu(e^s - 1) / sum |e^s - 1|, see `attention.normalise`.
@@ -84,25 +84,25 @@ class AttentionSpec:
             default = getattr(AttentionSpec, name)
             if value != default and getattr(self, other) not in values:
                 wanted = " or ".join(map(repr, values))
-                raise ValueError(f"{name}={value!r} needs {other} to be {wanted}")
+                raise Refused(f"{name}={value!r} needs {other} to be {wanted}")
         has_sink_logit = self.sink_logit != "none"
         if has_sink_logit and self.differential:
-            raise ValueError("sink_logit and differential cannot be combined")
+            raise Refused("sink_logit and differential cannot be combined")
         plain = self.is_softmax and self.bias == "none"
         if (has_sink_logit or self.differential) and not plain:
-            raise ValueError(
+            raise Refused(
                 "sink_logit and differential each need a plain softmax: similarity='exp', "
                 "normalizer='sum', bias='none'"
             )
         if self.signed and self.normalizer not in ("none", "max_abs_sum"):
-            raise ValueError(
+            raise Refused(
                 "similarity='linear' can be negative with this kernel and its sum zero: "
                 "normalizer must be 'none' or 'max_abs_sum'"
             )
         if self.similarity == "softpick" and self.normalizer != "sum":
-            raise ValueError("similarity='softpick' needs normalizer='sum'")
+            raise Refused("similarity='softpick' needs normalizer='sum'")
         if self.bias == "v" and self.similarity == "linear":
-            raise ValueError("bias='v' needs rows of weights, which similarity='linear' has not")
+            raise Refused("bias='v' needs rows of weights, which similarity='linear' has not")
 
     @property
     def is_softmax(self) -> bool:
@@ -179,7 +179,7 @@ class LMConfig:
         checks.fields(self)
         spec = self.attention
         if self.hidden_size % self.num_heads > 0:
-            raise ValueError(
+            raise Refused(
                 f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
             )
         # The number of equal parts into which the dimensions of a head are cut.
@@ -189,27 +189,27 @@ class LMConfig:
         if spec.differential:  # each half has an attention map of its own
             parts *= 2
         if self.head_dim % parts > 0:
-            raise ValueError(
+            raise Refused(
                 f"the head dimension must be a multiple of {parts} with "
                 f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
             )
         if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
             # With k* as well, Sink_* would have two places. A window would hide x* from most
             # queries, and a prefix would count x* as its first token.
-            raise ValueError(
+            raise Refused(
                 "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
                 "prefix"
             )
         if spec.prefix > self.context_length:
-            raise ValueError(
+            raise Refused(
                 f"prefix must be at most context_length={self.context_length}, got {spec.prefix}"
             )
         if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
-            raise ValueError(
+            raise Refused(
                 f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
             )
         if spec.prefix > 1 and self.position in ADDED_TO_LOGITS:
-            raise ValueError(
+            raise Refused(
                 f"position={self.position!r} has no bias for keys after the query, as a prefix "
                 "shows: use rotary, nope, absolute or learnable"
             )

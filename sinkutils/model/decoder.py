@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import short
+from sinkutils.checks import Refused, short
 from sinkutils.model import attention, fast
 from sinkutils.model.attention import Map
 from sinkutils.model.config import AttentionSpec, LMConfig
@@ -441,7 +441,7 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         valid = bool(low >= 0) and bool(high <= last)
     if not valid:
         shape = getattr(ids, "shape", short(ids))
-        raise ValueError(
+        raise Refused(
             f"ids must be a tensor of shape (B, T), int64 or int32, with 1 to {longest} positions "
             f"and values in 0..{last}, got {shape}"
         )

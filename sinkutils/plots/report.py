@@ -24,8 +24,10 @@ from sinkutils.checks import instance, require
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import probe
-from sinkutils.measuring.report import Report, norm_ratio
+from sinkutils.measuring.report import Report
+from sinkutils.measuring.texts import Pieces, natural_digest
 from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode
+from sinkutils.measuring.uniform import norm_ratio
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, json_in_html, printable
 
@@ -54,7 +56,7 @@ def report_model(
     model: nn.Module,
     tokenizer: Any,
     name: str,
-    texts: Iterable[str] | None = None,
+    texts: Iterable[str] | Pieces | None = None,
     n: int = 100,
     length: int = 64,
     beside: Mapping[str, Report] | None = None,
@@ -67,7 +69,8 @@ def report_model(
     beside: as in `report_page`.
     Raises ValueError like `probe` and `measure`.
     """
-    texts = None if texts is None else list(texts)
+    if texts is not None and not isinstance(texts, Pieces):
+        texts = list(texts)
     if tokenizer is None:
         tokenizer = WithoutTokenizer(model)
     inputs = _inputs(tokenizer, texts, n, length)
@@ -79,9 +82,10 @@ def report_model(
         ids = inputs[title][0]
     else:
         # The maps show a sentence, because random tokens would make labels without a meaning.
-        source, text = "docstrings", SAMPLE
+        source, text = f"docstrings, SHA-256 {natural_digest()}", SAMPLE
         if texts:
-            source, text = "given by the user", texts[0]
+            first = texts[0]
+            source, text = "given by the user", first if isinstance(first, str) else first[0]
         start = [bos_id(tokenizer)] if "BOS" in title else []
         ids = torch.tensor(start + encode(tokenizer, text))
     dtype = next(model.parameters()).dtype
@@ -172,7 +176,7 @@ def _check_reports(name: str, reports: Any) -> None:
 
 def natural(
     tokenizer: Any,
-    texts: list[str] | None,
+    texts: list[str] | Pieces | None,
     n: int = 100,
     length: int = 64,
     bos: bool | None = None,
@@ -187,13 +191,16 @@ def natural(
         bos = bool(adds_bos(tokenizer))
     if texts is None:
         return probe("natural", tokenizer, n, length, bos=bos)
-    windows = probe(None, tokenizer, None, length, bos=bos, texts=texts)
-    if len(windows) <= n:
-        return windows
+    if not isinstance(texts, Pieces):
+        windows = probe(None, tokenizer, None, length, bos=bos, texts=texts)
+        if len(windows) <= n:
+            return windows
     return probe(None, tokenizer, n, length, bos=bos, texts=texts)
 
 
-def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dict[str, Tensor]:
+def _inputs(
+    tokenizer: Any, texts: list[str] | Pieces | None, n: int, length: int
+) -> dict[str, Tensor]:
     """Title -> token ids of every probe, without a BOS and, if the tokenizer has one, with a BOS.
 
     The first one is the main input: natural text as the tokenizer itself makes it or, without a

@@ -6,8 +6,13 @@ A module that loads PyTorch, which takes seconds, is imported inside the command
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from sinkutils.commands import Parser, add_records, chosen, count
 
@@ -15,6 +20,38 @@ from sinkutils.commands import Parser, add_records, chosen, count
 def add_study(command: Parser) -> None:
     command.add_argument("--preset", default="laptop", help="scale of the study (default: laptop)")
     add_records(command)
+
+
+def add_variant(command: Parser) -> None:
+    add = command.add_argument
+    add(
+        "--set",
+        dest="change",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        type=assignment,
+        help="train a variant of your own: model.attention.scale=0.5, in YAML; needs --name",
+    )
+    add("--name", help="the name of your variant, and of its records")
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """A field and its value, from FIELD=VALUE. The value is one of YAML's."""
+    field, equals, written = text.partition("=")
+    try:
+        if not equals:
+            raise yaml.YAMLError
+        value = yaml.safe_load(written)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be FIELD=VALUE with a value of YAML, got {text!r}"
+        ) from error
+    # YAML takes 1e-3 for a word, since it has no point.
+    with contextlib.suppress(TypeError, ValueError):
+        if isinstance(value, str):
+            value = float(value)
+    return field.strip(), value
 
 
 def add_training(command: Parser) -> None:
@@ -75,6 +112,7 @@ def train_options(command: Parser) -> None:
     add = command.add_argument
     add("experiment", help="a name that `list` shows, or base")
     add("--seed", type=int, default=0, help="(default: 0)")
+    add_variant(command)
     add("--keep-weights", action="store_true", help="keep the trained weights in the record")
 
 
@@ -87,7 +125,8 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.study.train import train
 
     end_with_parent()  # if a sweep started this process, stop when the sweep is killed
-    run = config(options.experiment, options.preset, options.seed)
+    change = dict(options.change)
+    run = config(options.experiment, options.preset, options.seed, change=change, name=options.name)
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
@@ -157,13 +196,16 @@ def claims_options(command: Parser) -> None:
     command.add_argument(
         "--long", action="store_true", help="also the paper's and our numbers, and remarks"
     )
+    command.add_argument(
+        "--file", type=Path, help="claims of your own, in the form of data/claims.yaml"
+    )
 
 
 def claims_command(options: argparse.Namespace) -> None:
     """Print the ledger: every claim and its verdict."""
     from sinkutils.ledger.table import claims
 
-    ledger = claims(options.preset, options.runs).astype(object).fillna("")
+    ledger = claims(options.preset, options.runs, file=options.file).astype(object).fillna("")
     for row in ledger.to_dict("records"):
         print(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
         for name in ("paper", "ours", "remark"):

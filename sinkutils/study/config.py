@@ -6,11 +6,13 @@ A config is a frozen dataclass. This module also writes it to JSON and reads it 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 
 from sinkutils import checks
 from sinkutils.checks import choice, integer, require
-from sinkutils.model.config import LMConfig
+from sinkutils.model.config import SIMILARITY_NAMES, LMConfig
 
 Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
 # A corpus as records name it: "name", and "sha256" of the text and the tokenizer.
@@ -92,9 +94,10 @@ class TrainConfig:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
         choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
-        for name in ("lr_floor", "beta1", "beta2"):
+        require(self.lr_floor <= 1, f"lr_floor must be at most 1, got {self.lr_floor}")
+        for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            require(value <= 1, f"{name} must be at most 1, got {value}")
+            require(value < 1, f"{name} must be less than 1, got {value}")
         require(
             self.batch_size % (self.micro_batch or self.batch_size) == 0,
             f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
@@ -168,6 +171,35 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     done = min(1.0, (step - warm) / last)
     cosine = 0.5 * (1 + math.cos(math.pi * done))
     return peak * (floor + (1 - floor) * cosine)
+
+
+def paths_of(config: Any, before: str = "") -> Iterator[str]:
+    """The dotted paths of all fields of a config, apart from its name, preset and seed."""
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            yield from paths_of(value, f"{before}{name}.")
+        elif name not in ("experiment", "preset", "seed"):
+            yield f"{before}{name}"
+
+
+def no_field(path: str, known: list[str]) -> str:
+    """The message that there is no such field, with similar ones, first those of the same end."""
+    end = path.rpartition(".")[2]
+    near = [one for one in known if one.rpartition(".")[2] == end]
+    near += difflib.get_close_matches(path, known, n=3, cutoff=0.5)
+    ends = {one.rpartition(".")[2]: one for one in known}
+    near += [ends[match] for match in difflib.get_close_matches(end, ends, n=2, cutoff=0.6)]
+    there = ", ".join([*dict.fromkeys(near)][:3])
+    hint = f": did you mean {there}?" if there else ", only " + ", ".join(known)
+    return f"there is no field {path!r}{hint}"
+
+
+def replaced(config: Any, tree: Json) -> Any:
+    """A config with other values of some fields. A dict has those of an inner config."""
+    values = {}
+    for name, value in tree.items():
+        values[name] = replaced(getattr(config, name), value) if isinstance(value, dict) else value
+    return dataclasses.replace(config, **values)
 
 
 def from_dict(cls: Any, values: Json) -> Any:
@@ -259,6 +291,10 @@ def check_config(values: Json) -> None:
 @lru_cache(maxsize=4096)
 def _checked(text: str) -> None:
     fields = json.loads(text)
+    spec = fields["model"]["attention"]
+    # A similarity that its author has registered may be unknown here (`attention.register`).
+    if isinstance(spec["similarity"], str) and spec["similarity"] not in SIMILARITY_NAMES:
+        spec["similarity"] = "relu"
     from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
 
 

@@ -12,6 +12,7 @@ import lzma
 import os
 import platform
 import re
+import shutil
 import tarfile
 import warnings
 from bisect import bisect
@@ -24,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from sinkutils.checks import choice, first_line, integer, require
+from sinkutils.checks import Refused, choice, first_line, integer, require, short
 from sinkutils.measuring.texts import local_files
 from sinkutils.measuring.tokenizer import (
     SMALLEST_VOCABULARY,
@@ -50,6 +51,9 @@ HUB_TOKENS = 50_000_000  # the default cap of a streamed corpus
 STREAMED = "hub"  # stands for the version of a streamed text, which is unknown
 FORMAT = 5  # is raised when the files, or the way in which they are made, change
 SPLITS = ("train", "valid", "probe")
+# The files of a packed corpus, and the most bytes that each may have. The paper's text has 10 GB.
+PACKED = {"meta.json": 10**6, "tokenizer.json": 10**8}
+PACKED |= dict.fromkeys((f"{split}.bin" for split in SPLITS), 4 * 10**10)
 
 Meta = dict[str, Any]  # the contents of a folder's meta.json
 
@@ -209,7 +213,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
     if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
-    raise ValueError(message)
+    raise Refused(message)
 
 
 def _tokenise(
@@ -275,7 +279,7 @@ def _tokenise(
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
     if lacking:
-        raise ValueError(
+        raise Refused(
             f"corpus {name!r} has no document for {', '.join(lacking)} in "
             f"{sum(written.values())} tokens: give more text, in more files or lines, or a larger "
             "max_tokens"
@@ -381,12 +385,35 @@ def pack_corpus(corpus: Corpus, file: str | Path) -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Unpack a file of `pack_corpus` into a folder. Raises ValueError if it is not complete."""
+    """Unpack a file of `pack_corpus` into a folder.
+
+    Only the five files of a corpus are taken, by their names: nothing in the archive says where
+    they are written. Raises ValueError if it has anything else, or is not complete.
+    """
     try:
         with tarfile.open(file) as tar:
-            tar.extractall(folder, filter="data")
+            for member in tar:
+                _unpack_member(tar, member, folder)
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
-        raise ValueError(
+        raise Refused(
             f"{file} is not a complete file of pack_corpus: {first_line(error)}"
         ) from error
+
+
+def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    name = member.name.removeprefix("./")
+    if name == "." and member.isdir():  # the folder itself
+        return
+    require(name in PACKED, f"{short(member.name)} is none of {', '.join(PACKED)}")
+    plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+    source = tar.extractfile(member) if plain else None
+    if source is None:
+        raise Refused(f"{name} is no plain file")
+    require(
+        member.size <= PACKED[name],
+        f"{name} has {member.size:,} bytes, and at most {PACKED[name]:,} are unpacked",
+    )
+    require(not (folder / name).exists(), f"{name} is there twice")
+    with (folder / name).open("wb") as target:
+        shutil.copyfileobj(source, target)

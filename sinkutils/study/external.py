@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sinkutils.checks import first_line
+from sinkutils.checks import Refused, first_line
 from sinkutils.measuring.texts import PIECE, PIECE_CHARACTERS, texts_of
 from sinkutils.paths import LEDGER, read_yaml
 
@@ -51,7 +51,7 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     """The documents of a hub data set's train split, from the field "text" or "content"."""
     for row in hub_rows(dataset, config=config):
         if row.keys().isdisjoint(TEXT_FIELDS):
-            raise ValueError(
+            raise Refused(
                 f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with "
                 "text"
             )

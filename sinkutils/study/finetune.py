@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
+from sinkutils.checks import Refused
 from sinkutils.measuring.texts import docstring_matches
 from sinkutils.measuring.tokenizer import encode, special_ids
 from sinkutils.model.decoder import TransformerLM
@@ -141,13 +142,13 @@ def conversations(name: str) -> Iterator[Conversation]:
     elif kind == "path" and file:
         rows = external.hub_rows("json", data_files=os.path.expanduser(file))
     else:
-        raise ValueError(
+        raise Refused(
             f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>"
         )
     for row in rows:
         messages: Any = row.get("messages")
         if not _is_conversation(messages):
-            raise ValueError(
+            raise Refused(
                 f'instructions {name!r}: expected "messages", a list of {{"role": one of '
                 f'{", ".join(TEMPLATES)}, "content": text}}, got {row!r:.100}'
             )
@@ -262,7 +263,7 @@ def make_pairs(
             rows[filled, :, : len(ids)] = [ids, targets]  # EOS and IGNORED pad the row
             answers.add(answer)
     if len(answers) < len(rows):
-        raise ValueError(
+        raise Refused(
             f"instructions {name!r} have {len(answers)} conversations with different answers that "
             f"begin within C = {layout.context_length} tokens, and {len(rows)} are needed: give "
             "more, or ask for fewer pairs"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
 
-from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
+from sinkutils.checks import real, require
+from sinkutils.measuring.uniform import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
+from sinkutils.study.grid import resolve
 from sinkutils.study.record import CorruptRecord, Folder, Record
 from sinkutils.study.store import Runs
 
@@ -106,6 +109,60 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
                     row[name] = value
             rows.append(row)
     return _frame(rows, *RUN, "tokens", "step", "valid_loss", "sink_1", "excess_1")
+
+
+def compare_runs(
+    a: str, b: str, preset: str = "laptop", folder: Folder = None, level: float = 0.95
+) -> pd.DataFrame:
+    """The paired difference of two experiments, or variants of your own, over their seeds.
+
+    Two runs with one seed share their batches, and all weights that both models have. So their
+    numbers are compared seed by seed, over the seeds of which both runs are done. "base" is the
+    preset's base experiment.
+
+    One row per number of `runs`, such as sink_1, excess_1, later_blocks and valid_loss: the means
+    `a` and `b`, `difference` (a - b), the ends `low` and `high` of its t interval at this level,
+    `p` (two-sided, of no difference), and the number of `seeds`. With one seed there is no
+    interval: it is NaN.
+
+    Raises ValueError if the two have no seed in common.
+    """
+    from scipy.special import stdtr, stdtrit  # imported here: a table needs no SciPy
+
+    real("level", level, "between 0 and 1", more=True)
+    require(level < 1, f"level must be between 0 and 1, got {level}")
+    table = runs(preset, folder)
+    table = table[table.status == "done"]
+    done = []
+    for name in (a, b):
+        with contextlib.suppress(ValueError):  # a name of your own
+            name = resolve(name, preset.partition("@")[0])
+        rows = table[table.experiment == name].set_index("seed")
+        require(
+            len(rows) > 0, f"no run of {name!r} is done at {preset!r}: train it, or give folder"
+        )
+        done.append(rows)
+    first, second = done
+    seeds = first.index.intersection(second.index)
+    require(len(seeds) > 0, f"{a!r} and {b!r} have no seed in common at {preset!r}")
+    rows = []
+    for quantity in (*FINAL, "block_1", "later_blocks", "live", "element", "element_block_1"):
+        if quantity not in table:
+            continue
+        pair = pd.DataFrame({"a": first[quantity], "b": second[quantity]}).loc[seeds]
+        pair = pair.astype(float).dropna()
+        n = len(pair)
+        if n == 0:
+            continue
+        differences = pair.a - pair.b
+        mean = differences.mean()
+        error = differences.std(ddof=1) / np.sqrt(n)  # NaN for one seed
+        reach = error * stdtrit(n - 1, (1 + level) / 2)
+        p = 2 * stdtr(n - 1, -abs(mean) / error) if error > 0 else float(mean == 0)
+        row = {"quantity": quantity, "a": pair.a.mean(), "b": pair.b.mean(), "difference": mean}
+        row |= {"low": mean - reach, "high": mean + reach, "p": p if n > 1 else np.nan, "seeds": n}
+        rows.append(row)
+    return pd.DataFrame(rows).set_index("quantity")
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:

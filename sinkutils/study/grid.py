@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from sinkutils.checks import choice
+from sinkutils.checks import Refused, choice, real, require, short
 from sinkutils.model.config import LMConfig
 from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
 from sinkutils.study.config import (
@@ -38,9 +39,13 @@ from sinkutils.study.config import (
     Json,
     RunConfig,
     TrainConfig,
+    check_name,
     config_dict,
     config_hash,
     from_dict,
+    no_field,
+    paths_of,
+    replaced,
 )
 
 # The "section" of experiments from later papers (data/paper/after_paper.csv). The paper has seven.
@@ -179,23 +184,99 @@ def experiment(name: str) -> Experiment:
         return rows[name]
     close = ", ".join(difflib.get_close_matches(name, rows, n=5, cutoff=0.5))
     hint = f"did you mean {close}? " if close else ""
-    raise ValueError(
+    raise Refused(
         f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all {len(rows)}"
     )
 
 
-def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
-    """The run of an experiment at a preset. "base" is the preset's base experiment.
+def config(
+    experiment: str,
+    preset: str | Path | Json = "laptop",
+    seed: int = 0,
+    *,
+    change: Json | None = None,
+    name: str | None = None,
+) -> RunConfig:
+    """The run of an experiment at a preset, or of a variant of your own.
 
-    If several experiments coincide at this preset, the run has the name of the first (`resolve`).
-    Raises ValueError for unknown names, and for an experiment that is not possible at the preset;
-    the message has the reason.
+    experiment: its name; "base" is the preset's base experiment. If several experiments coincide at
+        this preset, the run has the name of the first (`resolve`).
+    preset: the name of a preset of the study, or one of your own (`own_preset`).
+    change: what your variant changes, by dotted path, such as {"model.attention.scale": 0.5}.
+    name: the name of your variant and of its records. It is needed with `change`, and must be no
+        experiment of the study.
+
+    Raises ValueError for unknown names, with similar ones; for an experiment that is not possible
+    at the preset; and for a change to a field that does not exist, or to a value that it cannot
+    have.
     """
-    run = dataclasses.replace(_first(name, preset), seed=seed)
+    require(isinstance(change or {}, dict), f"change must be a dict, got {short(change)}")
+    own = not isinstance(preset, str) or preset.endswith((".yaml", ".yml"))
+    scale = own_preset(preset) if own else find_preset(str(preset))
+    run = _at_own_preset(experiment, scale) if own else _first(experiment, scale.name)
+    run = dataclasses.replace(run, seed=seed)
+    if change or name is not None:
+        if name is None:
+            raise Refused("a variant needs a name of its own: give name, such as 'mine'")
+        require(
+            name != "base" and name not in by_name(),
+            f"{name!r} is an experiment of the study: give your variant another name",
+        )
+        run = _override(dataclasses.replace(run, experiment=name), change or {}, scale)
     if isinstance(run, FinetuneConfig):
-        start = config(run.start, preset, seed)
+        start = config(run.start, scale.name, seed)
         return dataclasses.replace(run, start_sha256=config_hash(start))
     return run
+
+
+def own_preset(source: str | Path | Json) -> Preset:
+    """A preset of your own, from a dict or a YAML file.
+
+    It has a "name". Its other fields are those of data/presets.yaml, as far as they differ from the
+    preset that "like" names; the default is laptop. For example:
+
+        {name: tiny, like: smoke, train: {steps: 300}, model: {num_layers: 3}}
+
+    Raises ValueError for a field that does not exist, and OSError if there is no such file.
+    """
+    values = source if isinstance(source, dict) else read_yaml(Path(source))
+    require(
+        isinstance(values, dict) and isinstance(values.get("name"), str),
+        f"a preset is a name and fields, such as name: tiny, got {short(values)}",
+    )
+    name = values["name"]
+    check_name("preset", name)
+    require(name not in presets(), f"{name!r} is a preset of the study: give yours another name")
+    like = find_preset(values.get("like", "laptop"))
+    plain: Json = {}
+    change: Json = {}
+    for field_name, value in values.items():
+        if field_name in ("model", "data", "train"):
+            require(isinstance(value, dict), f"{field_name} of a preset must be fields and values")
+            change |= {f"{field_name}.{inner}": number for inner, number in value.items()}
+        elif field_name not in ("name", "like"):
+            plain[field_name] = value
+    known = [one.name for one in dataclasses.fields(Preset)]
+    for field_name in plain:
+        require(field_name in known, no_field(field_name, known))
+    run = _override(RunConfig("base", name, 0, like.model, like.data, like.train), change, like)
+    plain |= {"name": name, "model": run.model, "data": run.data, "train": run.train}
+    made = dataclasses.replace(like, **plain)
+    experiment(made.base)
+    choice("device", made.device, ("cpu", "cuda", "mps"))
+    real("four_epochs", made.four_epochs, "a number greater than 0", more=True)
+    real("seconds", made.seconds, "a number greater than 0", more=True)
+    return made
+
+
+def _at_own_preset(name: str, scale: Preset) -> RunConfig:
+    """The run of an experiment at a preset of one's own, and seed 0."""
+    row = experiment(scale.base if name == "base" else name)
+    require(
+        row.start is None,
+        f"{row.name!r} is a fine-tuning, which starts from a record: give a preset of the study",
+    )
+    return _pretraining(row, scale)
 
 
 def contents(name: str, preset: str, seed: int) -> Json:
@@ -227,7 +308,7 @@ def _first(name: str, preset: str) -> RunConfig:
     row = experiment(scale.base if name == "base" else name)
     if preset not in row.presets:
         known = " or ".join(row.presets)
-        raise ValueError(f"experiment {row.name!r} belongs to preset {known}, not {preset!r}")
+        raise Refused(f"experiment {row.name!r} belongs to preset {known}, not {preset!r}")
     return _runs(preset)[row.name]
 
 
@@ -241,6 +322,8 @@ def keeps_weights(run: RunConfig) -> bool:
 
     It does if a fine-tuning starts from them, and for some first seeds at small presets.
     """
+    if run.experiment not in by_name() or run.preset not in presets():
+        return False  # a variant of one's own
     kept_seeds = experiment(run.experiment).weights
     if find_preset(run.preset).keeps_weights and run.seed < kept_seeds:
         return True
@@ -304,7 +387,7 @@ def _runs(preset: str) -> dict[str, RunConfig]:
         try:
             run = _pretraining(row, scale) if row.start is None else _tuning(row, scale)
         except ValueError as error:
-            raise ValueError(
+            raise Refused(
                 f"experiment {name!r} is not available at preset {preset!r}: {error}"
             ) from error
         nameless = dataclasses.replace(run, experiment="any")
@@ -342,25 +425,23 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
 
 
 def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
-    """The run with the fields at dotted paths replaced. It is checked once, after all changes."""
+    """The run with the fields at dotted paths replaced. It is checked once, after all changes.
+
+    Raises ValueError for a path that leads to no field, with similar ones.
+    """
+    known = [*paths_of(run)]
     tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
         *parts, name = path.split(".")
-        inner, old = tree, run
+        require(path in known, no_field(path, known))
+        inner = tree
+        old: Any = run
         for part in parts:
             inner = inner.setdefault(part, {})
             old = getattr(old, part)
         inner[name] = _scaled(value, getattr(old, name), run.model, scale)
-    whole: RunConfig = _replaced(run, tree)
+    whole: RunConfig = replaced(run, tree)
     return whole
-
-
-def _replaced(config: Any, tree: Json) -> Any:
-    """A config with other values of some fields. A dict has those of an inner config."""
-    values = {}
-    for name, value in tree.items():
-        values[name] = _replaced(getattr(config, name), value) if isinstance(value, dict) else value
-    return dataclasses.replace(config, **values)
 
 
 def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
@@ -371,8 +452,11 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     if there is one. A count stays a whole number. A value that is no dict is used as it is.
     base: the model before this change.
     """
+    if isinstance(old, float) and type(value) is int:
+        return float(value)
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
+    require("times" in value and value.keys() <= {"times", "of"}, f"no such multiple: {value}")
     of = value.get("of")
     context = base.context_length
     share = float(Fraction(value["times"]))
@@ -392,7 +476,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     elif of is None:
         reference = old
     else:
-        raise ValueError(f"a change cannot be a multiple of {of!r}")
+        raise Refused(f"a change cannot be a multiple of {of!r}")
     # A count is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from sinkutils.checks import require
+from sinkutils.checks import Refused, require
 from sinkutils.study.config import Json
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
     try:
         array = np.array(value)
     except (ValueError, OverflowError) as error:  # lists of different lengths, or a huge number
-        raise ValueError(f"{name} is no array of numbers") from error
+        raise Refused(f"{name} is no array of numbers") from error
     fits = array.size == 0 or (array.dtype.kind in "if" and bool(np.isfinite(array).all()))
     require(fits, f"{name} holds what is no number: {value!r:.40}")
     return array

@@ -29,6 +29,7 @@ import os
 import platform
 import stat
 import subprocess
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinkutils import paths
-from sinkutils.checks import first_line, real, require
+from sinkutils.checks import Refused, first_line, real, require
 from sinkutils.paths import not_saved, sync_folder, write_synced
 from sinkutils.study.config import (
     Identity,
@@ -64,6 +65,9 @@ WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 JSONS = ("config.json", "metrics.json", "provenance.json")
 FILES = frozenset((*JSONS, ATTENTION, WEIGHTS, TOKENIZER, SUMS))  # all files that a record may have
+# What systems and editors put into any folder. The first kind is deleted with the folder.
+LITTER = (".DS_Store", "Thumbs.db", "desktop.ini")
+STRAY = frozenset((*LITTER, ".ipynb_checkpoints"))
 LARGEST = 2**27  # the most bytes of a file other than the weights
 Folder = Path | str | None  # a folder of records; None means data/runs
 ADVICE = "bring the folder back from where it came, or train the run again"
@@ -100,7 +104,7 @@ class Record:
 
     @property
     def seed(self) -> int:
-        return int(self.folder.name)
+        return seed_of(self.folder)
 
     @property
     def status(self) -> str:
@@ -221,6 +225,11 @@ def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) 
     return Path(runs or paths.RUNS) / preset / experiment / str(seed)
 
 
+def seed_of(folder: Path) -> int:
+    """The seed of a record's folder: "7", or ".7.old" while it is replaced (`_beside`)."""
+    return int(folder.name.removeprefix(".").removesuffix(".old"))
+
+
 def short_name(target: Path) -> str:
     """The name of a record in messages: preset/experiment/seed."""
     return "/".join(target.parts[-3:])
@@ -279,12 +288,13 @@ def write_record(
         if target.exists():
             os.replace(target, old)
         os.replace(new, target)
-        sync_folder(target.parent)
-        remove(old, FILES)
+        for folder in target.parents[:3]:  # up to the folder of all records: each may be new
+            sync_folder(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             finish_replacement(target)
         raise not_saved(f"record {short_name(target)}", error) from error
+    _clear_away(old, target)  # the new record is in place, so that nothing can fail any more
     return open_record(target)
 
 
@@ -307,8 +317,27 @@ def finish_replacement(target: Path) -> None:
     new, old = _beside(target)
     if old.exists() and not target.exists():  # the process died between the two renames
         os.replace(old, target)
-    remove(new, FILES)
-    remove(old, FILES)
+    _clear_away(new, target)
+    _clear_away(old, target)
+
+
+def _clear_away(old: Path, target: Path) -> None:
+    """Delete an old record. If its folder has files of others, it gets a name that shows it."""
+    with contextlib.suppress(OSError):
+        remove(old, FILES)
+        return
+    aside = target.with_name(f"{target.name}.replaced")
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = target.with_name(f"{target.name}.replaced-{number}")
+    with contextlib.suppress(OSError):
+        os.replace(old, aside)
+        warnings.warn(
+            f"record {short_name(target)} is replaced; its old folder had other files, and is now "
+            f"{aside.name}",
+            stacklevel=3,
+        )
 
 
 def remove(folder: Path, files: Collection[str]) -> None:
@@ -319,7 +348,7 @@ def remove(folder: Path, files: Collection[str]) -> None:
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
-        for name in files:
+        for name in (*files, *LITTER):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
@@ -450,7 +479,7 @@ def _text(data: bytes) -> bytes:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise Refused(f"{text} is no number")
 
 
 def _sha256(data: bytes) -> str:

@@ -34,6 +34,7 @@ from sinkutils.study.config import (
 from sinkutils.study.grid import by_name, plan, presets, resolve
 from sinkutils.study.record import (
     FILES,
+    STRAY,
     CorruptRecord,
     Folder,
     Record,
@@ -43,6 +44,7 @@ from sinkutils.study.record import (
     read_record,
     record_folder,
     remove,
+    seed_of,
     short_name,
 )
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 # How long to try for a lock. One try is not enough: the last owner may just be removing the file.
 LOCK_SECONDS = 0.2
+SEED = re.compile(r"(0|[1-9][0-9]*)|\.(0|[1-9][0-9]*)\.old")  # the folder of a record
 # All files that the folder of an unfinished run may have; those of paths.replace_file are deleted.
 UNFINISHED = ("checkpoint.pt", "lock")
 
@@ -101,7 +104,7 @@ class RunFolder:
         if not os.path.lexists(self.folder):
             return
         plain = self.folder.is_dir() and not self.folder.is_symlink()
-        if not plain or not FILES.issuperset(os.listdir(self.folder)):
+        if not plain or not (FILES | STRAY).issuperset(os.listdir(self.folder)):
             raise FileExistsError(
                 f"{self.folder} is a link, a file or a folder with files that no record has, "
                 "and is not replaced: move it away, or give --runs another folder"
@@ -225,9 +228,11 @@ class Runs:
             warnings.warn(
                 f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
             )
-        folders = (self.folder / preset).glob("*/*")
-        for folder in sorted(folders, key=_by_seed):
-            if not re.fullmatch("0|[1-9][0-9]*", folder.name):  # the name is no seed
+        for folder in sorted((self.folder / preset).glob("*/*"), key=_by_seed):
+            if not SEED.fullmatch(folder.name):
+                continue
+            # A process that died while it replaced a record may have left the old one only.
+            if folder.name.endswith(".old") and folder.with_name(str(seed_of(folder))).exists():
                 continue
             record = _shared(folder, _stamp(folder), contents)
             if record.problem and record.problem[0] == "corrupt":
@@ -237,7 +242,8 @@ class Runs:
 
 def _by_seed(folder: Path) -> tuple[str, int, str]:
     # Seeds are sorted as numbers, since 10 comes after 9.
-    return folder.parent.name, len(folder.name), folder.name
+    seed = seed_of(folder) if SEED.fullmatch(folder.name) else 0
+    return folder.parent.name, seed, folder.name
 
 
 def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = None) -> Record:
@@ -254,6 +260,9 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
     check_name("experiment", name)
     seed = integer("seed", seed, least=0)
     target = record_folder(preset, name, seed, folder)
+    old = target.with_name(f".{target.name}.old")
+    if not os.path.lexists(target) and old.is_dir():  # as in `Runs.entries`
+        target = old
     if not os.path.lexists(target):
         advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
         raise FileNotFoundError(
@@ -288,10 +297,11 @@ def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]], contents: bool
 
 def _with_status(folder: Path, contents: bool = True) -> Record:
     """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
-    preset, experiment, seed = folder.parts[-3:]
+    preset, experiment, _ = folder.parts[-3:]
     try:
-        wanted = _expected(preset, experiment, int(seed))
-        record = open_record(folder, known=lambda config: _differs(config, wanted) == "")
+        wanted = _expected(preset, experiment, seed_of(folder))
+        of_study = isinstance(wanted, dict) and "model" in wanted  # which has one config
+        record = open_record(folder, lambda config: of_study and not _differs(config, wanted))
         reason = wanted if isinstance(wanted, str) else _differs(record.config, wanted)
         if reason:
             return replace(record, problem=("stale", reason))
@@ -315,7 +325,7 @@ def _expected(preset: str, experiment: str, seed: int) -> Json | str:
     if base not in presets() or experiment not in by_name():
         return {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
     try:
-        wanted = grid.contents(experiment, base, seed)
+        wanted: Json = grid.contents(experiment, base, seed)
     except ValueError as error:  # the preset has no such experiment
         return str(error)
     return wanted if apart else wanted | {"corpus": {"name": wanted["data"]["corpus"]}}

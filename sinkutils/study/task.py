@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.checks import require
-from sinkutils.measuring.probes import fix_position
+from sinkutils.measuring.tokenizer import fix_position
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import DataConfig, Json, RunConfig
 from sinkutils.study.corpus import Corpus, load_corpus, public_name

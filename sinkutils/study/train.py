@@ -25,8 +25,9 @@ from tqdm import tqdm
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.probes import fix_position, probe
+from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import NotFinite, Report
+from sinkutils.measuring.tokenizer import fix_position
 from sinkutils.paths import replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, config_hash, learning_rate

@@ -32,7 +32,9 @@ from sinkutils.measuring.real import (
 from sinkutils.names import subject
 
 NAME = "tiny"
-COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
+COMMITTED = sorted(REAL_MODELS)
+# Copies that are no dependency of ours
+OTHERS = sorted({path.stem for path in paths.OPEN_LMS.glob("*.json")} - {*REAL_MODELS})
 # of benchmarks/recall.py, mechanism.py and alone.py
 OPERATED = ("alone", "cuts", "int8", "last_blocks", "leaving", "mechanism", "recall")
 
@@ -223,6 +225,15 @@ def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     about = sections["about"]
     assert (about["sha256"], about["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_measurements_of_other_models_say_where_the_file_came_from(name):
+    about = recorded(name)["about"]
+    assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 450_000
+    assert len(about["sha256"]) == 64
+    assert about["wheels"] and "publisher" in about["source"]
+    assert not {name, about["title"].lower()} & {*REAL_MODELS}  # no command installs it
 
 
 @pytest.mark.parametrize("name", COMMITTED)

@@ -264,3 +264,46 @@ def test_surgery_takes_a_mask_as_measure_does():
 def test_recorded_maps_are_the_oracle_here():
     """The maps that these tests compare with are the model's own."""
     assert len(eager_maps(build("llama"), tokens(1))) == 2
+
+
+# --- what transformers itself does with such batches, as docs/measuring.md and
+# docs/all_on_the_first_token.md tell it
+
+
+def of_the_first_text(model, ids, **given):
+    """What the first half of the text gets from the second, at most."""
+    with torch.no_grad():
+        maps = model(ids, output_attentions=True, **given).attentions
+    return float(maps[0][..., T // 2 :, : T // 2].max())
+
+
+def test_transformers_keeps_packed_texts_apart_only_without_a_mask_and_a_cache():
+    model, ids, positions = build("llama"), tokens(1), restarting((12, 12))
+    packed = {"position_ids": positions}
+    assert of_the_first_text(model, ids, **packed, use_cache=False) == 0
+    assert of_the_first_text(model, ids, **packed) > 0.1
+    assert of_the_first_text(model.train(), ids, **packed) > 0.1
+    ones = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    assert of_the_first_text(model, ids, **packed, **ones) > 0.1
+    with pytest.warns(UserWarning, match="see the texts before them"):
+        measure(model, {"input_ids": ids, "use_cache": True} | packed)
+
+
+def test_steps_of_two_make_each_token_a_text_and_a_boolean_mask_is_added():
+    model, ids = build("llama"), tokens(1)
+    with torch.no_grad():
+        given = {"output_attentions": True, "use_cache": False}
+        (first, _) = model(ids, position_ids=2 * torch.arange(T)[None], **given).attentions
+        assert_close(first[0, 0], torch.eye(T))
+        seen = torch.ones(1, 1, T, T).tril().bool()
+        (first, _) = model(ids, attention_mask=seen, **given).attentions
+        assert first[0].triu(1).sum(dim=-1).max() > 0.1
+        left = torch.ones_like(ids)
+        left[:, :3] = 0
+        (first, _) = model(ids, attention_mask=left, **given).attentions
+        assert_close(first[0, :, :3], torch.full((4, 3, T), 1 / T))
+    message = "steps other than 1"
+    with pytest.warns(UserWarning, match=message):
+        measure(model, {"input_ids": ids, "position_ids": 2 * torch.arange(T)[None]})
+    refuses("attention_mask must have the shape of ids", measure, model, ids, attention_mask=seen)
+    assert tf.Gemma2ForCausalLM(build("gemma2").config)._supports_sdpa is False

@@ -3,6 +3,7 @@
 import ast
 import errno
 import importlib
+import io
 import itertools
 import json
 import platform
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -478,12 +480,12 @@ def test_a_damaged_cache_that_cannot_be_written_says_what_to_do(text_folder, tmp
 def test_a_damaged_cache_that_another_process_has_built_meanwhile_is_left_as_it_is(tmp_path):
     folder = tmp_path / "text"
     for content in (b"first", b"second"):
-        with written_whole(folder) as new:
+        with written_whole(folder, "token files", corpora._is_whole) as new:
             (new / "train.bin").write_bytes(content)
             write_meta(new, {"name": "text"})
     assert (folder / "train.bin").read_bytes() == b"first"
     (folder / "train.bin").write_bytes(b"damage")
-    with written_whole(folder) as new:
+    with written_whole(folder, "token files", corpora._is_whole) as new:
         (new / "train.bin").write_bytes(b"third")
         write_meta(new, {"name": "text"})
     assert (folder / "train.bin").read_bytes() == b"third"
@@ -518,3 +520,43 @@ def test_a_text_saved_on_windows_is_the_same_text_and_another_encoding_is_named(
     (tmp_path / "c.py").write_text("x = 1")
     refuses(r"c\.py: no such .* file of text, whose name ends", texts.read_texts, tmp_path / "c.py",
             kind=FileNotFoundError)  # fmt: skip
+
+
+def archive(file, members):
+    """A .tar.xz of these members: (name, contents), or (name, None, a type of tarfile)."""
+    with tarfile.open(file, "w:xz") as tar:
+        for name, content, *kind in members:
+            member = tarfile.TarInfo(name)
+            if kind:
+                (member.type,) = kind
+                member.linkname = "meta.json"
+                tar.addfile(member)
+            else:
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+UNPACKED = {
+    "link": ([("valid.bin", None, tarfile.SYMTYPE)], "valid.bin is no plain file"),
+    "hard link": (
+        [("meta.json", b"{}"), ("train.bin", None, tarfile.LNKTYPE)],
+        "train.bin is no plain file",
+    ),
+    "device": ([("probe.bin", None, tarfile.CHRTYPE)], "probe.bin is no plain file"),
+    "pipe": ([("./probe.bin", None, tarfile.FIFOTYPE)], "probe.bin is no plain file"),
+    "folder": ([("train.bin", None, tarfile.DIRTYPE)], "train.bin is no plain file"),
+    "name": ([("notes.txt", b"x")], "'notes.txt' is none of meta.json, tokenizer.json"),
+    "folder in it": ([("a/train.bin", b"x")], "'a/train.bin' is none of"),
+    "twice": ([("train.bin", b"x"), ("./train.bin", b"y")], "train.bin is there twice"),
+    "size": ([("meta.json", b"x" * 1_000_001)], "meta.json has 1,000,001 bytes, and at most"),
+}
+
+
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_of_a_packed_corpus_only_its_five_plain_files_are_taken(kind, tmp_path):
+    members, message = UNPACKED[kind]
+    archive(tmp_path / "text.tar.xz", members)
+    name = f"packed:{tmp_path}/text.tar.xz"
+    refuses(f"is not a complete file of pack_corpus: .*{message}", load, name, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["cache", "text.tar.xz"]

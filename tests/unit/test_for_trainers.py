@@ -15,11 +15,11 @@ from scipy import stats
 from small_models import build
 
 import sinkutils as su
-from sinkutils.measuring.report import excess, uniform_alpha
+from sinkutils.measuring.uniform import excess, uniform_alpha
 from sinkutils.paths import OPEN_LMS, PAPER, ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-PAGES = ("README.md", "docs/measuring.md", "docs/all_on_the_first_token.md")
+PAGES = ("README.md", "docs/measuring.md", "docs/all_on_the_first_token.md", "docs/engines.md")
 README, *DOCS = ((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
 SIZES = {"hidden_size": 32, "intermediate_size": 64}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -54,6 +54,46 @@ def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
     losses = [[row["loss"] for row in log if "loss" in row] for log in (plain, watched)]
     assert losses[0] == losses[1]
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+class StopAfterEvaluation(tf.TrainerCallback):
+    """Stops as EarlyStoppingCallback does: in `on_evaluate`, after the step's own event."""
+
+    def on_evaluate(self, args, state, control, **others):
+        control.should_training_stop = state.global_step >= 2
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("best", [False, True])
+def test_a_training_that_is_stopped_early_has_its_last_row(tmp_path, strategy, best):
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(3, 51).view(4, 12)]
+    options = tf.TrainingArguments(
+        str(tmp_path), max_steps=9, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, eval_strategy=strategy, eval_steps=1, save_strategy=strategy,
+        save_steps=1, load_best_model_at_end=best, learning_rate=1e-2,
+    )  # fmt: skip
+    model = small()
+    callback = su.SinkCallback(IDS, every=500)
+    trainer = tf.Trainer(
+        model, options, train_dataset=rows, eval_dataset=rows,
+        callbacks=[callback, StopAfterEvaluation()],
+    )  # fmt: skip
+    trainer.train()
+    measured = [row for row in trainer.state.log_history if "sink/sink_1" in row]
+    assert [row["step"] for row in measured][:2] == [0, 2] and trainer.state.global_step == 2
+    left = su.measure(model, IDS, entropy=True).summary()
+    assert measured[-1]["sink/entropy"] == pytest.approx(left["entropy"], rel=1e-6)
+
+
+def test_entropy_the_sinks_logit_and_kinds_of_layers_are_logged():
+    numbers = su.measure(build("gpt_oss"), IDS, entropy=True).summary()
+    assert {"entropy", "star", "sink_logit", "excess_full", "excess_window"} <= {*numbers}
+    model = build("gpt_oss")
+    sinks = [block.self_attn.sinks.mean().item() for block in model.model.layers]
+    assert numbers["sink_logit"] == pytest.approx(np.mean(sinks), rel=1e-5)
+    hybrid = su.measure(build("qwen3_next"), IDS).summary()
+    assert {"element_full", "element_linear", "excess_full"} <= {*hybrid}
+    assert "excess_full" not in su.measure(build("llama"), IDS).summary()
 
 
 def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, caplog):

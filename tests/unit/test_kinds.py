@@ -6,6 +6,7 @@ The right value is by definition: from the weights that the model itself compute
 import contextlib
 import copy
 import functools
+import pickle
 import sys
 import threading
 import types
@@ -578,3 +579,119 @@ def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():
     for model, silent in zip((replaced, older), layers, strict=True):
         silent.forward = lambda hidden_states, **others: (hidden_states, None)
         refuses(says, measure, model, tokens())
+
+
+# --- what the user hands over is what runs
+
+
+def test_an_adapter_that_peft_switches_on_in_its_own_forward_is_measured():
+    peft = pytest.importorskip("peft")
+    model, ids = build("llama"), tokens()
+    model.prepare_inputs_for_generation = lambda *_, **__: {}
+    plain = measure(model, ids, TARGETS).alpha
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "k_proj"], init_lora_weights=False,
+        r=8, lora_alpha=64, alora_invocation_tokens=ids[0, 3:5].tolist(),
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(model, config).eval()
+    ids[:, 3:5] = ids[0, 3:5]
+    plain = measure(wrapped.get_base_model(), ids, TARGETS).alpha  # without its forward
+    with torch.no_grad():
+        maps = wrapped(ids, use_cache=False, output_attentions=True).attentions
+    expected = alpha_by_definition(maps, TARGETS)
+    assert (expected - plain).abs().max() > 1e-3
+    assert_close(measure(wrapped, ids, TARGETS).alpha, expected, **close)
+    assert_close(surgery.untouched(wrapped, ids).report.alpha, expected[:, :2], **close)
+
+
+def test_hooks_inside_compiled_code_are_refused_and_others_are_run():
+    model, ids = build("llama"), tokens()
+    right = measure(model, ids).alpha
+    compiled = torch.compile(copy.deepcopy(model))
+    assert_close(measure(compiled, ids).alpha, right)
+    compiled._orig_mod.model.layers[0].register_forward_hook(lambda _, __, out: out * 2)
+    refuses(r"layers.0 has a hook and is compiled.*_orig_mod", measure, compiled, ids)
+    measure(compiled._orig_mod, ids)
+    part = copy.deepcopy(model)
+    part.model.layers[1].compile()
+    assert_close(measure(part, ids).alpha, right)
+    part.model.layers[1].mlp.register_forward_pre_hook(lambda *_: None)
+    refuses("mlp has a hook and is compiled", measure, part, ids)
+
+
+@pytest.mark.parametrize("sdpa", [False, True])
+def test_a_hook_of_the_ids_own_length_is_run(sdpa):
+    model, ids = build("llama"), tokens()
+    if sdpa:
+        model.set_attn_implementation("sdpa")
+    steering = torch.randn(3, T, 32, generator=torch.Generator().manual_seed(0))
+    model.model.layers[0].register_forward_hook(lambda _, __, out: out + steering)
+    report = measure(model, ids, TARGETS)
+    model.set_attn_implementation("eager")
+    assert_close(report.alpha, eager_alpha(model, ids, TARGETS), **close)
+    model.model.layers[0].self_attn.is_causal = False
+    model.set_attn_implementation("sdpa")
+    refuses("sees later tokens", measure, model, ids)
+
+
+class Staged(TinyLM):
+    """Blocks in stages: a list of lists."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        first, second = self.blocks
+        del self.blocks
+        third = copy.deepcopy(first)
+        stages = ([first, second], [third])
+        self.stages = nn.ModuleList(map(nn.ModuleList, stages))
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for block in (block for stage in self.stages for block in stage):
+            x = x + block["SelfAttention"](x)[0] if self.inner else block(x)
+        return x @ self.embed.weight.T
+
+    inner = False
+
+
+def test_blocks_in_stages_are_counted_in_order():
+    model, ids = Staged(tf.LlamaConfig(vocab_size=96, num_hidden_layers=3)).eval(), tokens()
+    for stage in model.stages:
+        for block in stage:
+            block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
+    report = measure(model, ids, TARGETS)
+    maps = [module.maps for module in model.modules() if isinstance(module, TinyAttention)]
+    assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
+    assert report.layers == (0, 1, 2) and len(report.hidden_norms) == 3
+
+
+def test_a_model_whose_layers_run_again_is_told_so():
+    model = build("llama")
+    inner = model.model.forward
+
+    def twice(input_ids=None, inputs_embeds=None, **others):
+        first = inner(input_ids=input_ids, **others)
+        return inner(inputs_embeds=first.last_hidden_state, **others)
+
+    model.model.forward = twice
+    refuses("its layers run 2 times a token", measure, model, tokens())
+
+
+class Needy(TinyLM):
+    def forward(self, input_ids, pixel_values, labels=None):
+        return super().forward(input_ids) + 0 * pixel_values.sum()
+
+
+def test_a_forward_that_needs_more_than_ids_says_what_and_gets_it_from_a_mapping():
+    model, ids = Needy(tf.LlamaConfig(vocab_size=96, num_hidden_layers=2)).eval(), tokens()
+    refuses("its forward also needs pixel_values", measure, model, ids)
+    report = measure(model, {"input_ids": ids, "pixel_values": torch.zeros(3, 2)})
+    assert_close(report.alpha, measure(model, {"input_ids": ids, "pixel_values": ids * 1.0}).alpha)
+
+
+@pytest.mark.parametrize("family", ["llama", "xglm"])
+def test_a_model_can_be_pickled_after_it_was_measured(family):
+    model = build(family)
+    pickle.dumps(model)
+    measure(model, tokens())
+    pickle.dumps(model)

@@ -1,25 +1,28 @@
 """`measure` leaves a model as it was, whenever it is interrupted, and runs what it was handed."""
 
+import os
 import sys
+import threading
 import types
 
 import pytest
 import torch
-from helpers import refuses
+from helpers import own_model, refuses
 from small_models import build, state_of, tokens
 
+import sinkutils as su
 from sinkutils import measure
 from sinkutils.measuring.tally import ONE_AT_A_TIME
 
 
-def interrupt_at(line: int, work) -> bool:
-    """Do some work, with a KeyboardInterrupt at its n-th line of sinkutils or torch's hooks."""
+def interrupt_at(line: int, work, files: str = "/sinkutils/") -> bool:
+    """Do some work, with a KeyboardInterrupt at its n-th line of these files or torch's hooks."""
     count = 0
 
     def trace(frame, event, _):
         nonlocal count
         file = frame.f_code.co_filename
-        watched = "/sinkutils/" in file or "/hooks.py" in file
+        watched = files in file or "/hooks.py" in file
         if not watched:
             return None
         if event == "line":
@@ -53,6 +56,66 @@ def test_an_interrupt_at_any_line_leaves_modes_hooks_gradients_and_the_lock(fami
             ONE_AT_A_TIME.release()
             hits, line = hits + 1, line + (1 if line < 60 else 7)
     assert hits > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["block", "neurons", "query"])
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_an_interrupt_at_any_line_of_surgery_leaves_the_model_as_it_was(kind, place):
+    model = own_model() if kind == "ours" else build(kind)
+    model, ids = model.train(), tokens(2, 8) % 60
+
+    def operate():
+        su.surgery.edit(model, ids, place, torch.zeros_like)
+
+    operate()
+    with torch.no_grad():
+        before, right = hooks_of(model), logits_of(model, ids)
+        # Lines before the model is touched are many in transformers' part: those of surgery count.
+        line, hits = 1, 0
+        while interrupt_at(line, operate, "/surgery.py"):
+            assert hooks_of(model) == before and model.training, line
+            assert torch.equal(logits_of(model, ids), right), line
+            hits, line = hits + 1, line + 1
+    assert hits > 40
+
+
+def hooks_of(model):
+    return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def logits_of(model, ids):
+    output = model(ids)
+    return getattr(output, "logits", output)
+
+
+def measured_in_a_fork() -> bool:
+    """Whether a process that is forked while this thread has the lock can measure."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if ONE_AT_A_TIME.acquire(timeout=5) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_process_that_is_forked_beside_a_measuring_thread_has_a_lock_of_its_own():
+    inside, ready = threading.Event(), threading.Event()
+
+    def hold():
+        with ONE_AT_A_TIME:
+            ready.set()
+            inside.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    ready.wait(30)
+    try:
+        assert measured_in_a_fork()
+        assert not ONE_AT_A_TIME.acquire(blocking=False)  # the parent's is still taken
+    finally:
+        inside.set()
+        thread.join()
 
 
 def shifted(self, input_ids, **kwargs):

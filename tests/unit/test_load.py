@@ -20,6 +20,7 @@ from sinkutils import LMConfig, TransformerLM, measure, paths, probe
 from sinkutils import __main__ as cli
 from sinkutils.measuring import load
 from sinkutils.measuring.load import ModelUnavailable
+from sinkutils.measuring.weights import check_loaded
 from sinkutils.names import load_lm
 from sinkutils.study.config import RunConfig
 from sinkutils.study.record import write_record
@@ -251,7 +252,7 @@ def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys)
     torch.testing.assert_close(measure(loaded, ids[:3]).alpha, measure(model, ids[:3]).alpha)
     command = ["measure", str(tmp_path), *"--probe random repeat -n 2 -T 8".split()]
     assert cli.main(command) == 0
-    with pytest.raises(ValueError, match="no tokenizer files, so only random and repeated ids"):
+    with pytest.raises(ValueError, match="no tokenizer files; without it, only random"):
         probe("natural", tokenizer, 1, 4, texts=["some words", "and others"])
 
 
@@ -320,12 +321,14 @@ def test_a_gguf_file_or_a_folder_of_one_loads(tmp_path):
         assert tokenizer.bos_token_id == 1
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     refuses("holds 2 GGUF files: give one of them", load_lm, tmp_path, kind=ModelUnavailable)
-    refuses("could not be loaded", load_lm, tmp_path / "b.gguf", kind=ModelUnavailable)
+    refuses("is no GGUF file", load_lm, tmp_path / "b.gguf", kind=ModelUnavailable)
 
 
 def test_an_adapter_says_which_package_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = {"base_model_name_or_path": "owner/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    monkeypatch.setattr(load, "hub_reachable", lambda: False)
     refuses("adapter of another model: pip install peft", load_lm, tmp_path, kind=ModelUnavailable)
 
 
@@ -351,3 +354,253 @@ def test_loading_a_model_and_measuring_it_opens_nothing_of_the_study(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(paths.ROOT), "SINKUTILS_CACHE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps(config))
+
+
+def edit_weights(folder, change):
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["base", "reward", "tokens", "questions"])
+def test_a_model_without_its_unembedding_loads_with_a_warning(kind, tmp_path):
+    config = build("llama").config
+    config.num_labels = 2
+    makers = {"base": tf.LlamaModel, "reward": tf.LlamaForSequenceClassification}
+    makers |= {
+        "tokens": tf.LlamaForTokenClassification,
+        "questions": tf.LlamaForQuestionAnswering,
+    }
+    model = makers[kind](config).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="attention does not depend on them, but the logits are"):
+        loaded, _ = load_lm(tmp_path)
+    ids = torch.randint(3, 90, (2, 12))
+    base = tf.LlamaForCausalLM(config).eval()
+    base.model = model.base_model
+    torch.testing.assert_close(measure(loaded, ids).alpha, measure(base, ids).alpha)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "kv_scale", "k_proj.output_scale"])
+def test_scales_of_a_cache_in_the_file_change_nothing(name, tmp_path, recwarn):
+    saved(tmp_path)
+    scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in range(2)}
+    edit_weights(tmp_path, lambda weights: weights | scales)
+    load_lm(tmp_path)
+    assert [str(warning.message) for warning in recwarn if "unused" in str(warning.message)] == []
+
+
+FOREIGN = {
+    "MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "is quantised by MLX.*mlx_lm.convert"),
+    "MLX, newer": (
+        {"quantization_config": {"group_size": 64, "bits": 4, "mode": "affine"}},
+        "is quantised by MLX",
+    ),
+    "ModelOpt": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+        "is quantised by ModelOpt, which this transformers does not read: load the model that",
+    ),
+    "EXL2": ({"quantization_config": {"quant_method": "exl2", "bits": 4}}, "is quantised by exl2"),
+    "EXL3": ({"quantization_config": {"quant_method": "exl3"}}, "is quantised by exl3"),
+    "BitBLAS": ({"quantization_config": {"quant_method": "bitblas"}}, "is quantised by bitblas"),
+    "no name": ({"quantization_config": {"w_bit": 4}}, "by a scheme without a name .w_bit."),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_scheme_that_transformers_does_not_read_is_named(kind, tmp_path):
+    saved(tmp_path)
+    changes, message = FOREIGN[kind]
+    edit_config(tmp_path, **changes)
+    refuses(message, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+QUANTISED = {
+    "scales": "MLX",
+    "trellis": "EXL3",
+    "q_weight": "EXL2",
+    "W_q": "HQQ",
+    "qweight": "GPTQ",
+}
+
+
+@pytest.mark.parametrize("ending", QUANTISED)
+def test_quantised_weights_that_the_config_says_nothing_of_are_named(ending, tmp_path):
+    saved(tmp_path)
+
+    def change(weights):
+        del weights["model.layers.0.mlp.up_proj.weight"]
+        return weights | {f"model.layers.0.mlp.up_proj.{ending}": torch.ones(2, 2)}
+
+    edit_weights(tmp_path, change)
+    says = f"are quantised .model.layers.0.mlp.up_proj.{ending}: {QUANTISED[ending]}"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+def test_sizes_that_differ_are_put_down_to_the_vocabulary_only_if_it_is_that(tmp_path):
+    saved(tmp_path)
+    edit_config(tmp_path, vocab_size=100)
+    refuses("was the vocabulary resized", load_lm, tmp_path, kind=ModelUnavailable)
+    saved(tmp_path)
+    edit_config(tmp_path, intermediate_size=64)
+    refuses("of a model of another size", load_lm, tmp_path, kind=ModelUnavailable)
+
+
+UNREAD = {
+    "model/__0_0.distcp": "shards of FSDP: gather them first",
+    "zero_to_fp32.py": "shards of DeepSpeed: gather them first",
+    "global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "shards of DeepSpeed",
+    "consolidated.00.pth": "weights in Meta's own form",
+    "consolidated.safetensors": "weights in Mistral's own form",
+    "lit_model.pth": "LitGPT",
+    "weights.00.npz": "weights of MLX",
+    "qmodel.pt": "HQQ",
+    "onnx/model.onnx": "an ONNX export",
+    "flax_model.msgpack": "weights of Flax",
+    "epoch=1.ckpt": "a checkpoint of a trainer",
+    "ckpt.pt": "a file of torch.save",
+}
+
+
+@pytest.mark.parametrize("config", [True, False])
+@pytest.mark.parametrize("file", UNREAD)
+def test_what_has_to_be_gathered_or_converted_first_is_said(file, config, tmp_path):
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if not config:
+        (tmp_path / "config.json").unlink()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("x")
+    lacks = "model.safetensors" if config else "config.json"
+    says = f"has no {lacks}: it holds .*{UNREAD[file]}"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+def test_a_file_of_weights_beside_shards_that_differ_is_refused(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    names = sorted(weights)
+    shards = {"model-00001-of-00002.safetensors": names[:9]}
+    shards |= {"model-00002-of-00002.safetensors": names[9:]}
+    for shard, keys in shards.items():
+        save_file({key: weights[key] for key in keys}, tmp_path / shard, {"format": "pt"})
+    places = {key: shard for shard, keys in shards.items() for key in keys}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    load_lm(tmp_path)  # they are the same
+
+    edit_weights(tmp_path, lambda weights: weights | {names[-1]: weights[names[-1]] + 1})
+    says = rf"holds model.safetensors and the shards of .*they differ .{names[-1]}.; .* move away"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+    edit_weights(tmp_path, lambda weights: {key: weights[key] for key in names[1:]})
+    refuses(rf"they differ .{names[0]}.", load_lm, tmp_path, kind=ModelUnavailable)
+    file.unlink()
+    loaded, _ = load_lm(tmp_path)
+    assert torch.equal(loaded.state_dict()[names[0]], weights[names[0]])
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    saved(tmp_path)
+    load_lm(tmp_path)
+
+
+def test_an_older_file_of_weights_that_is_loaded_in_place_of_a_newer_one_is_named(tmp_path):
+    saved(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    says = "holds model.safetensors and pytorch_model.bin, which is newer: the former is loaded"
+    with pytest.warns(UserWarning, match=says):
+        load_lm(tmp_path)
+
+
+def test_a_model_of_pictures_and_text_loads_by_its_own_class(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision = tf.CLIPVisionConfig(**sizes, num_attention_heads=2, image_size=8, patch_size=4)
+    config = tf.LlavaConfig(
+        vision_config=vision, text_config=build("llama").config, image_token_index=5
+    )
+    model = tf.LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded, _ = load_lm(tmp_path)
+    ids = torch.randint(6, 90, (2, 12))
+    torch.testing.assert_close(measure(loaded, ids).alpha, measure(model, ids).alpha)
+
+
+def test_a_tokenizer_in_mistrals_form_is_said_to_need_its_package(tmp_path):
+    saved(tmp_path, tokenizer=False)
+    (tmp_path / "tekken.json").write_text("{}")
+    _, tokenizer = load_lm(tmp_path)
+    refuses("tekken.json, needs: pip install mistral-common", tokenizer.encode, "a")
+
+
+GGUFS = {
+    "lost.gguf": (None, "there is no file"),
+    "page.gguf": (b"<html>" * 99, "is no GGUF file, or is cut off"),
+    "short.gguf": (b"GGUF\3", "is no GGUF file, or is cut off"),
+    "cut.gguf": (b"GGUF\3\0\0\0" + b"\1" * 30, "the GGUF file is cut or broken"),
+    "m-00001-of-00003.gguf": (b"GGUF" * 9, "is one of 3 parts .* join them first"),
+}
+
+
+@pytest.mark.parametrize("name", GGUFS)
+def test_a_gguf_file_that_is_no_whole_one_is_one_line(name, tmp_path, monkeypatch):
+    content, message = GGUFS[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refuses(message, load_lm, tmp_path / name, kind=ModelUnavailable)
+    if content is None:
+        monkeypatch.chdir(tmp_path)
+        refuses(message, load_lm, name, kind=ModelUnavailable)
+
+
+def test_an_adapters_base_that_is_gone_is_named(tmp_path, monkeypatch):
+    def write(**config):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    write(base_model_name_or_path=str(tmp_path / "gone"))
+    refuses(
+        "the base model that adapter_config.json .*gone', is not there",
+        load_lm,
+        tmp_path,
+        kind=ModelUnavailable,
+    )
+    write(peft_type="LORA")
+    refuses("names no base model", load_lm, tmp_path, kind=ModelUnavailable)
+    write(base_model_name_or_path="owner/base")
+    monkeypatch.setattr(load, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: True)
+    fails = Mock(side_effect=OSError("We couldn't connect"))
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", fails)
+    says = "'owner/base', the base model of the adapter '.*', is not in the local cache"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize(
+    ("key", "in_file", "in_model", "reason"),
+    [
+        ("q_proj.lora_A.weight", (4, 32), (8, 32), "another rank"),
+        ("q_proj.lora_B.weight", (32, 4), (32, 8), "another rank"),
+        ("q_proj.lora_A.weight", (8, 64), (8, 32), "another base model"),
+        ("q_proj.lora_B.weight", (64, 8), (32, 8), "another base model"),
+    ],
+)
+def test_an_adapter_of_another_rank_or_base_is_told_apart(tmp_path, key, in_file, in_model, reason):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    info = {
+        "missing_keys": [],
+        "unexpected_keys": [],
+        "mismatched_keys": [(key, in_file, in_model)],
+    }
+    says = rf"by adapter_config.json .and 0 more.: is it of {reason}"
+    refuses(says, check_loaded, str(tmp_path), build("llama"), info, kind=ModelUnavailable)
+
+
+def test_no_bar_is_written_where_stderr_is_no_terminal(tmp_path, capfd):
+    saved(tmp_path)
+    capfd.readouterr()
+    load_lm(tmp_path)
+    assert capfd.readouterr().err == ""

@@ -1,17 +1,20 @@
 """Probes of Section 3.3 and of one's own texts, for every kind of tokenizer; special tokens are never drawn or read."""
 
+import itertools
 import json
 from functools import partial
 
+import datasets
 import pandas as pd
 import pytest
 import torch
 import transformers as tf
 from helpers import refused, refuses, word_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
-from sinkutils.measuring import texts
+from sinkutils.measuring import probes, texts
 from sinkutils.measuring.probes import PROBES, Subject
 from sinkutils.measuring.texts import read_texts
 from sinkutils.measuring.tokenizer import (
@@ -241,3 +244,137 @@ def test_a_natural_text_that_is_not_the_studys_is_said_with_its_packages(monkeyp
     with pytest.warns(UserWarning, match="text is another .*: a-package-that-is-not-there, python"):
         assert texts.held_out_documents() == ("Two.", "One.\n\nTwo.", "")
     texts.held_out_documents.cache_clear()
+
+
+class Counted:
+    """A stream of texts that counts how many are read."""
+
+    def __init__(self, texts=None):
+        self.read = 0
+        self.texts = texts or (f"w{i % 40} " * 30 for i in itertools.count())
+
+    def __iter__(self):
+        for text in self.texts:
+            self.read += 1
+            yield text
+
+
+def streams():
+    def rows():
+        for i in itertools.count():
+            read.append(i)
+            yield {"text": f"w{i % 40} " * 30}
+
+    read = []
+    column = datasets.IterableDataset.from_generator(rows)["text"]
+    yield column, read
+    counted = Counted()
+    yield counted, counted
+    once = Counted()
+    yield iter(once), once
+    batches = Counted([f"w{i % 40} " * 30] * 8 for i in itertools.count())
+    yield DataLoader(InOrder(batches), batch_size=None), batches
+    items = [f"w{i % 40} " * 30 for i in range(10_000)]
+    yield DataLoader(Logged(items, log := []), batch_size=4), log
+
+
+class InOrder(IterableDataset):
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __iter__(self):
+        return iter(self.texts)
+
+
+class Logged:
+    def __init__(self, texts, log):
+        self.texts, self.log = texts, log
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, i):
+        self.log.append(i)
+        return self.texts[i]
+
+
+@pytest.mark.parametrize("kind", ["natural", None])
+def test_a_stream_is_read_only_as_far_as_it_is_needed(kind):
+    for stream, log in streams():
+        ids = probe(kind, RAW, 4, 8, texts=stream)
+        assert ids.shape == (4, 8)
+        read = log.read if isinstance(log, Counted) else len(log)
+        assert 1 <= read <= 60
+
+
+def test_a_stream_that_is_short_gives_what_its_list_gives_and_one_without_an_end_is_given_up():
+    for kind, n in (("natural", 8), (None, 8), (None, None)):
+        expected = probe(kind, RAW, n, 8, texts=TEXTS)
+        assert torch.equal(probe(kind, RAW, n, 8, texts=iter(TEXTS)), expected)
+    # Documents that are long enough may come late.
+    late = itertools.chain(["w1"] * 500, TEXTS)
+    assert probe("natural", RAW, 8, 8, texts=late).shape == (8, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "LONGEST_STREAM", 1000)
+        refuses("say n=", probe, texts=Counted(), tokenizer=RAW, length=8)
+        refuses("0 windows", probe, texts=iter(["w1"] * 5000), tokenizer=RAW, length=8, n=2)
+        refuses("0 of 1020 doc", probe, "natural", RAW, 2, 8, texts=itertools.repeat("w1"))
+
+
+def test_large_files_are_read_in_pieces_and_only_those_that_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "LARGE", 3000)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 1000)
+    words = " ".join(f"w{i % 40} \u00e9\u6f22" for i in range(6000))
+    (tmp_path / "book.txt").write_text(words, encoding="utf-8")
+    pieces = read_texts(tmp_path / "book.txt")
+    assert "".join(text for piece in pieces for text in piece) == words
+    lines = [json.dumps({"text": f"w{i % 40} " * (i % 97)}) for i in range(500)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    rows = read_texts(tmp_path / "rows.jsonl")
+    found = [text for piece in rows for text in piece]
+    assert found == [json.loads(line)["text"] for line in lines]
+
+    read = []
+    at = texts.Pieces.__getitem__
+    monkeypatch.setattr(texts.Pieces, "__getitem__", lambda *a: read.append(a[1]) or at(*a))
+    for source in (pieces, rows):
+        read.clear()
+        ids = probe(None, RAW, 4, 8, texts=source)
+        assert ids.shape == (4, 8) and 4 <= len(read) <= 20
+        assert torch.equal(ids, probe(None, RAW, 4, 8, texts=source))
+        assert not torch.equal(ids, probe(None, RAW, 4, 8, seed=1, texts=source))
+        many = probe(None, RAW, 3 * len(source), 8, texts=source)
+        assert len(many) == 3 * len(source) and len(read) >= len(source)
+        everything = probe(None, RAW, None, 8, texts=source)
+        assert len(everything) > len(many)
+        assert {*map(tuple, ids.tolist())} <= {*map(tuple, everything.tolist())}
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, "no json"]))
+    refuses(
+        "expected a JSON object",
+        probe,
+        None,
+        RAW,
+        None,
+        8,
+        texts=read_texts(tmp_path / "rows.jsonl"),
+    )
+    monkeypatch.setattr(probes, "LONGEST_STREAM", 50)
+    refuses("say how many", probe, None, RAW, None, 8, texts=pieces)
+
+
+class PanicException(BaseException):
+    """Stands in for the class of Rust, which cannot be imported."""
+
+
+def test_a_tokenizer_that_panics_at_a_text_is_one_line(tmp_path):
+    class Tokenizing:
+        all_special_ids = ()
+
+        def get_vocab(self):
+            return {"a": 0}
+
+        def encode(self, text, **_):
+            raise PanicException("called `Result::unwrap()` on an `Err` value: StackOverflow")
+
+    refuses("the tokenizer itself fails at a text of 60,000 characters, 'aaa.*StackOverflow",
+            probe, None, Tokenizing(), texts=["a" * 60_000])  # fmt: skip

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import DONE, END, interrupted, made_up, refused, refuses
+from safetensors.torch import save
 
 import sinkutils as su
 from sinkutils import config, paths
@@ -324,6 +324,7 @@ def one_row_says_what_is_wrong(tmp_path, reason: str) -> None:
     assert rows.status.tolist() == ["done", "corrupt"] and "\n" not in rows.reason[1]
     assert len(su.claims("smoke", tmp_path)) > 100
     assert main(["list", "--preset", "smoke", "--runs", str(tmp_path)]) == 0
+    assert main(["claims", "--preset", "smoke", "--runs", str(tmp_path)]) == 0
     says = f"smoke/k_bias/1: {reason}"
     refuses(says, su.record, "k_bias", "smoke", 1, tmp_path, kind=CorruptRecord)
 
@@ -353,6 +354,122 @@ def test_so_is_one_that_no_run_of_this_version_writes(two, tmp_path, reason):
     one_row_says_what_is_wrong(tmp_path, reason)
 
 
+def runs_say_what_is_wrong(tmp_path, reason: str) -> None:
+    """The same of the table of runs, and of what every other reader reads."""
+    with pytest.warns(UserWarning, match=f"smoke/k_bias/1: {reason}"):
+        rows = su.runs("smoke", tmp_path)
+    assert rows.status.tolist() == ["done", "corrupt"] and "\n" not in rows.reason[1]
+    with pytest.warns(UserWarning, match=f"smoke/k_bias/1: {reason}"):
+        assert set(su.curves("smoke", tmp_path).experiment) == {"fixed_1"}
+
+
+def without(field: str) -> dict:
+    return {name: value for name, value in WHOLE.items() if name != field}
+
+
+def ending(**changes) -> dict:
+    return WHOLE | {"final": END_OF_ALL | changes}
+
+
+def reporting(**changes) -> dict:
+    return ending(report=REPORT | changes)
+
+
+METRICS = {
+    "no object": [WHOLE],
+    "no final": without("final"),
+    "no status": without("status"),
+    "no curve": without("curve"),
+    "a curve that is no list": WHOLE | {"curve": END},
+    "a point that is no object": WHOLE | {"curve": [3.0, END]},
+    "a point without a step": WHOLE | {"curve": [{"valid_loss": 3.0, "sink_1": 0.0}, END]},
+    "another status": WHOLE | {"status": "great"},
+    "a status that is no text": WHOLE | {"status": ["done"]},
+    "a reason that is no text": WHOLE | {"status": "failed", "reason": 3},
+    "no end of a run that is done": WHOLE | {"final": {}},
+    "a sink as text": ending(sink_1="12.0"),
+    "a sink of 999 percent": ending(sink_1=999.0),
+    "a negative sink": ending(sink_2=-1.0),
+    "a sink that is null": ending(sink_1=None),
+    "a sink that is true": ending(sink_1=True),
+    "a loss as a list": ending(valid_loss=[3.0]),
+    "a loss as an object": ending(valid_loss={"nats": 3.0}),
+    "a step that is half": WHOLE | {"curve": [END | {"step": 0.5}, END]},
+    "a negative step": WHOLE | {"curve": [END | {"step": -1}, END]},
+    "norms of x_1 as text": WHOLE | {"curve": [END | {"peak_1": ["a", "b"]}, END]},
+    "losses as a number": WHOLE | {"curve": [END | {"losses": 3.0}, END]},
+    "a report that is a list": ending(report=[1]),
+    "a report without T": ending(report={n: x for n, x in REPORT.items() if n != "T"}),
+    "a report of other targets": reporting(targets=[2]),
+    "alpha of another shape": reporting(alpha=[[[0.5, 0.2]]]),
+    "alpha of ragged lists": reporting(alpha=[[[0.5, 0.2], [0.1]]]),
+    "alpha as text": reporting(alpha=[[["0.5", "0.2"], ["0.1", "0.3"]]]),
+    "alpha of more than 1": reporting(alpha=[[[0.5, 0.2], [0.1, 7.0]]]),
+    "norms of another shape": reporting(value_norms=[[1.0] * 4]),
+    "negative norms": reporting(key_norms=[[-1.0] * 4] * 2),
+    "gradients that are a list": ending(gradients=[1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_so_is_one_whose_numbers_no_run_computes(two, tmp_path, kind):
+    tamper(two, metrics=METRICS[kind])
+    runs_say_what_is_wrong(tmp_path, r"metrics\.json is whole, and of no run")
+
+
+@pytest.mark.parametrize("written", [b"NaN", b"1e999", b"-Infinity", b"1" * 400])
+def test_so_is_one_with_a_number_that_is_none(two, tmp_path, written):
+    text = json.dumps(ending(sink_1=12.5)).encode().replace(b"12.5", written)
+    tamper(two, metrics=text)
+    runs_say_what_is_wrong(tmp_path, r"metrics\.json is whole, and of no run")
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        ("alpha.safetensors", b"garbage"),
+        ("alpha.safetensors", {"curve": torch.full((1, 1, 2, 2), 0.2)}),  # of one point, not two
+        ("alpha.safetensors", {"curve": torch.full((2, 1, 3, 2), 0.2)}),  # of three blocks
+        ("alpha.safetensors", {"curve": torch.full((2, 1, 2, 2), torch.nan)}),
+        ("provenance", b"[]"),
+        ("provenance", b'{"wall_seconds": "long"}'),
+    ],
+)
+def test_so_is_one_with_strange_arrays_or_conditions(two, tmp_path, file, data):
+    tamper(two, **{file: save(data) if isinstance(data, dict) else data})
+    runs_say_what_is_wrong(tmp_path, rf"{file}\S* is whole, and of no run")
+
+
+@pytest.mark.parametrize(
+    "corpus", ["docstrings", None, {"name": "docstrings"}, {"name": 3, "sha256": ""}]
+)
+def test_so_is_one_of_no_corpus(two, tmp_path, corpus):
+    config = json.loads((two / "config.json").read_text())
+    tamper(two, config=config | {"corpus": corpus})
+    runs_say_what_is_wrong(tmp_path, r"config\.json is whole, and of no run")
+
+
+@pytest.mark.parametrize("file", ["SHA256SUMS", "config.json", "metrics.json", "alpha.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "link to a device", "pipe", "folder", "huge"])
+def test_so_is_one_with_a_file_that_is_no_plain_one(two, tmp_path, file, kind):
+    path = two / file
+    whole = path.read_bytes()
+    path.unlink()
+    if kind == "link":
+        (tmp_path / "elsewhere").write_bytes(whole)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file_of_nothing:
+            file_of_nothing.truncate(3 * 2**30)  # takes no room
+    runs_say_what_is_wrong(tmp_path, rf"{file} is missing")
+
+
 def refuse(error: Exception):
     raise error
 
@@ -367,9 +484,11 @@ def test_so_is_what_cannot_be_read(two, tmp_path, kind, monkeypatch):
     if kind == "unreadable":
         (two / "SHA256SUMS").touch()
         refused = PermissionError(errno.EACCES, "Permission denied")
-        really = Path.read_bytes
+        really = records_module._contents
         monkeypatch.setattr(
-            Path, "read_bytes", lambda path: refuse(refused) if path.parent == two else really(path)
+            records_module,
+            "_contents",
+            lambda path: refuse(refused) if path.parent == two else really(path),
         )
     one_row_says_what_is_wrong(tmp_path, "SHA256SUMS is missing or damaged")
 

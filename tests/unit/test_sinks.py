@@ -14,8 +14,9 @@ from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
 from sinkutils.measuring.own import attention_shares
-from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
+from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.measuring.tally import Tally
+from sinkutils.measuring.uniform import norm_ratio, uniform_alpha
 from sinkutils.study.evaluate import destinations, gradient_norms, line_breaks
 
 T, TARGETS = 20, (1, 2, 5)
@@ -242,6 +243,7 @@ def test_the_summary_of_a_report_has_its_numbers_by_their_names():
             "sink_1": report.sink(1, 0.22), "block_1": first, "later_blocks": later,
             "element": float(report.first_elements.max()), "element_block": int(block) + 1,
             "element_dimension": int(dimension), "value_ratio": min(ratios),
+            "star": float(report.star.mean()),
         }
     )  # fmt: skip
     assert report.sink_star(0.22) == report.sink("star", 0.22) != report.sink("star", 0.05)
@@ -307,3 +309,32 @@ def test_layers_with_different_numbers_of_heads_are_refused():
         tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
     with refused("different numbers of heads"):
         tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))
+
+
+def test_an_interval_is_no_point_where_all_texts_agree_and_none_of_one_text():
+    def report(alpha):
+        n = len(alpha)
+        by_text = torch.tensor(alpha).reshape(n, 1, 1, 1)
+        return Report(by_text, (1,), (0.3,), torch.full((n,), 20), (0,))
+
+    # by stats.binomtest(0, 10).proportion_ci(0.95, "exact")
+    assert report([0.1] * 10).interval() == pytest.approx((0, 30.8497), abs=1e-3)
+    assert report([0.9] * 10).interval() == pytest.approx((69.1503, 100), abs=1e-3)
+    low, high = report([0.9, 0.1] * 10).interval()
+    assert 20 < low < 50 < high < 80
+    assert report([0.9]).interval() == (0, 100) and "[n = 1]" in str(report([0.9]))
+
+
+def test_excess_of_even_attention_is_0_or_the_print_says_what_it_is():
+    model = own_model(attention=AttentionSpec(bias="k"))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "key_bias" in name or ".q" in name or ".k" in name or "qk" in name:
+                weight.zero_()
+    report = measure(model, tokens(2, 20), (1, 2))
+    assert report.excess("star") == pytest.approx(0, abs=1e-6)
+    assert f"the excess ignores the key *: even attention to all has {report.excess(1):.3f}" in str(
+        report
+    )
+    most = max((1, 2), key=report.excess)
+    assert f"most attention: position {most}, of those measured" in str(report)

@@ -593,3 +593,15 @@ def test_the_report_has_the_norms_of_what_was_changed(make):
     assert changed.hidden_norms[0, 0] == 0 and plain.hidden_norms[0, 0] > 0.1
     assert_close(changed.hidden_norms[0, 1:], plain.hidden_norms[0, 1:])
     assert changed.value_norms[1, 0] == 0 and plain.value_norms[1, 0] > 0.1
+
+
+def test_neurons_are_found_by_name_where_the_ffn_is_as_wide_as_the_hidden_state(ids):
+    model = build("llama", intermediate_size=32, num_key_value_heads=4)
+    found = edit(model, ids, "neurons", torch.zeros_like)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+    assert_close(found.losses, untouched(model, ids).losses, atol=1e-5, rtol=1e-5)
+
+
+def test_the_module_names_its_public_functions_alone():
+    assert dir(sinkutils.surgery) == sorted(sinkutils.surgery.__all__)

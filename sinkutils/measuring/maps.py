@@ -1,0 +1,232 @@
+"""`report`: the numbers of a model that is not run here, from its maps or its queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, repeat
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkutils.checks import integer, real, require, short
+from sinkutils.measuring.arrays import as_tensor
+from sinkutils.measuring.measure import distinct_pairs
+from sinkutils.measuring.report import Report, check_epsilons, check_targets
+from sinkutils.measuring.tally import Tally
+from sinkutils.model.attention import divide
+
+ELEMENTS = 2**25  # attention weights in memory at a time, from queries and keys
+SHAPES = {"maps": "(B, H, T, T)", "q": "(B, H, T, D)", "k": "(B, G, T, D)", "sinks": "(H,)"}
+ROUNDED = {2: 2e-2, 4: 1e-3, 8: 1e-3}  # bytes of a number -> how far a row's sum may be from 1
+
+
+def report(
+    maps: Iterable[Any] | None = None,
+    *,
+    q: Iterable[Any] | None = None,
+    k: Iterable[Any] | None = None,
+    sinks: Iterable[Any] | None = None,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    normalised: bool = True,
+    star: bool = False,
+    targets: Sequence[int] = (1,),
+    epsilons: Sequence[float] = (0.3,),
+    heads: Sequence[tuple[int, int]] = (),
+    bos: bool | None = None,
+    name: str = "",
+) -> Report:
+    """The `Report` of attention that was computed elsewhere, in one of two ways.
+
+    From maps, one a layer: arrays (B, H, T, T) of PyTorch, NumPy, JAX or another framework, where
+    row i holds the attention of query i. From queries and keys, one each a layer, after all
+    rotations: q (B, H, T, D) and k (B, G, T, D), where H / G query heads in a row share a key head.
+    Then no map is made, and memory grows with T alone. One layer is read at a time, so generators
+    will do. A layer that is None, as one without attention, is passed over.
+
+    sinks: with q and k, the learned sink logits, an (H,) a layer; a layer without one has None.
+    scale: with q and k, the factor of their products; None: 1 / sqrt(D).
+    window: how many keys a query sees, for all layers or for each; None: all. With q and k it hides
+        the others. With maps it only tells the report what alpha_k can be.
+    normalised: False for maps whose rows do not sum to one, as of sigmoid attention. Then the
+        numbers are the proxies of Section 7.4: each |A_ij| is divided by its row's sum.
+    star: whether what a row of a map lacks to sum to one is attention to a learned sink. It is
+        reported as Sink_*.
+    targets, epsilons, heads, bos, name: as in `measure`.
+
+    The report has no norms. Two such reports are compared as if they were of different texts.
+    Raises ValueError, with the layer, for maps that are not causal, whose rows do not sum to one,
+    or whose shapes do not fit together, and for nan.
+    """
+    require((maps is None) == (q is not None), "give either maps, or q and k")
+    require((q is None) == (k is None), "queries need keys: give both q and k")
+    from_maps = maps is not None
+    alone = "sinks and scale belong to q and k: in maps they are accounted for already"
+    require(not from_maps or (sinks is None and scale is None), alone)
+    whole = "normalised and star belong to maps: q and k are those of a softmax"
+    require(from_maps or (normalised and not star), whole)
+    require(normalised or not star, "star needs rows that sum to one with the sink's share")
+    if scale is not None:
+        real("scale", scale, "positive and finite", more=True)
+    layers = layers_of(q=q, k=k, sinks=sinks) if maps is None else layers_of(maps=maps)
+    windows: dict[int, int | None] = {}
+    tally: Tally | None = None
+    for layer, arrays in enumerate(layers):
+        if next(iter(arrays.values())) is None:
+            continue
+        windows[layer] = window_of(window, layer)
+        tensors = {}
+        for part, x in arrays.items():
+            if x is not None:
+                tensors[part] = array_of(part, layer, x)
+        first = next(iter(tensors.values()))
+        B, T = first.shape[0], first.shape[2]
+        if tally is None:
+            shape = B, T
+            checked = check_targets(targets, T)
+            tally = Tally(checked, T, norms=False, heads=distinct_pairs(heads))
+        require(
+            (B, T) == shape,
+            f"layer {layer + 1} has {B} texts of {T} tokens, and the first layer {shape[0]} of "
+            f"{shape[1]}",
+        )
+        if from_maps:
+            weights = shares_of(tensors["maps"], layer, normalised, star)
+            tally.add_weights(layer, [tally.reduced(layer, weights, star)])
+        else:
+            add_softmax(tally, layer, scale=scale, window=windows[layer], **tensors)
+    require(tally is not None, "there is no layer: maps, or q and k, are empty")
+    assert tally is not None
+    tally.refuse_heads()
+    path = "given maps" if from_maps else "given queries and keys"
+    source: Any = SimpleNamespace(path=path, windows=windows, model=torch.nn.Module())
+    places = torch.arange(shape[0])
+    lengths = torch.full((shape[0],), shape[1])
+    result = tally.report(source, places, lengths, check_epsilons(epsilons))
+    result.name = name
+    result.bos = bos
+    return result
+
+
+def layers_of(**parts: Iterable[Any] | None) -> Iterable[dict[str, Any]]:
+    """For each layer its arrays by name. Raises ValueError if there are not equally many of each."""
+    iterators: dict[str, Iterator[Any]] = {}
+    for name, values in parts.items():
+        if values is None:
+            iterators[name] = repeat(None)
+            continue
+        require(
+            isinstance(values, Iterable), f"{name} must be arrays, one a layer; got {short(values)}"
+        )
+        iterators[name] = iter(values)
+    end = object()
+    for layer in count():
+        row = {name: next(values, end) for name, values in iterators.items()}
+        ended = [name for name, x in row.items() if x is end]
+        if ended:
+            given = [name for name, x in row.items() if x is not end and parts[name] is not None]
+            require(not given, f"there are {layer} layers of {ended}, and more of {given}")
+            return
+        yield row
+
+
+def window_of(window: int | Sequence[int | None] | None, layer: int) -> int | None:
+    """The window of a layer."""
+    if isinstance(window, Sequence):
+        require(layer < len(window), f"window has {len(window)} layers, and there are more")
+        window = window[layer]
+    return None if window is None else integer("window", window, least=1)
+
+
+def array_of(part: str, layer: int, x: Any) -> Tensor:
+    """A layer's array as a tensor, checked for its dimensions and for nan."""
+    name = f"{part} of layer {layer + 1}"
+    tensor = as_tensor(name, x).detach()
+    fits = tensor.ndim == (1 if part == "sinks" else 4) and tensor.numel() > 0
+    require(
+        fits and tensor.is_floating_point() and tensor.dtype.itemsize > 1,
+        f"{name} must be floating-point numbers of the shape {SHAPES[part]}, got {tensor.dtype} "
+        f"of the shape {tuple(tensor.shape)}",
+    )
+    require(bool(tensor.isfinite().all()), f"{name} holds nan or infinite numbers")
+    return tensor
+
+
+def shares_of(weights: Tensor, layer: int, normalised: bool, star: bool) -> Tensor:
+    """The shares of attention of a map. Raises ValueError if it is not what is said of it."""
+    name = f"maps of layer {layer + 1}"
+    T = weights.shape[2]
+    require(
+        weights.shape[3] == T,
+        f"{name} must be as many keys as queries, got the shape {tuple(weights.shape)}",
+    )
+    later = weights.triu(1).abs().amax()
+    require(
+        bool(later <= 1e-6),
+        f"{name} are not causal: a query gives {float(later):.2g} to a later key",
+    )
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    if not normalised:
+        sizes = weights.abs().to(wide)
+        return divide(sizes, sizes.sum(dim=-1, keepdim=True))
+    sums = weights.sum(dim=-1, dtype=wide)
+    low, high = (float(x) for x in sums.aminmax())
+    off = ROUNDED[weights.dtype.itemsize]
+    require(bool(weights.amin() >= -off), f"{name} hold negative weights: say normalised=False")
+    if star:
+        require(
+            high <= 1 + off, f"{name} have rows that sum to {high:.3g}, more than 1: star is wrong"
+        )
+    else:
+        require(
+            1 - off <= low and high <= 1 + off,
+            f"{name} have rows that sum to {low:.3g} to {high:.3g}, not to 1: say star=True if a "
+            "learned sink takes the rest, or normalised=False for weights without a fixed sum",
+        )
+    return weights
+
+
+def add_softmax(
+    tally: Tally,
+    layer: int,
+    *,
+    q: Tensor,
+    k: Tensor,
+    sinks: Tensor | None = None,
+    scale: float | None,
+    window: int | None,
+) -> None:
+    """Add the causal softmax attention of queries and keys, a chunk of queries at a time."""
+    B, H, T, D = q.shape
+    fits = k.shape[0] == B and k.shape[2:] == (T, D) and H % k.shape[1] == 0
+    require(
+        fits,
+        f"q and k of layer {layer + 1} must have the shapes (B, H, T, D) and (B, G, T, D), with H "
+        f"a multiple of G; got {tuple(q.shape)} and {tuple(k.shape)}",
+    )
+    require(
+        sinks is None or sinks.shape == (H,),
+        f"sinks of layer {layer + 1} must have the shape ({H},), one logit per query head",
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(wide).repeat_interleave(H // k.shape[1], dim=1)
+    factor = D**-0.5 if scale is None else scale
+    columns = torch.arange(T, device=q.device)
+    parts = []
+    for rows in columns.split(max(1, ELEMENTS // (B * H * T))):
+        logits = q[:, :, rows].to(wide) @ keys.mT * factor  # (B, H, R, T)
+        hidden = columns > rows[:, None]
+        if window is not None:
+            hidden = hidden | (rows[:, None] - columns >= window)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        lse = logits.logsumexp(dim=-1)
+        star = None
+        if sinks is not None:
+            sink = sinks.to(lse)[:, None]
+            lse = torch.logaddexp(lse, sink)
+            star = torch.exp(sink - lse)
+        weights = torch.exp(logits - lse[..., None])
+        parts.append(tally.reduced(layer, weights)._replace(star=star))
+    tally.add_weights(layer, parts)

@@ -1,0 +1,135 @@
+"""The surgery of benchmarks/inside.py and its users, against `measure`, `surgery` and plain sums."""
+
+import struct
+from itertools import pairwise
+
+import constant_logit
+import denominator
+import first_tokens
+import four_bits
+import inside
+import numpy as np
+import pytest
+import torch
+import whisper_file
+from helpers import own_model, tokens
+from small_models import build
+from torch.testing import assert_close
+
+from sinkutils.measuring.probes import Subject
+from sinkutils.measuring.surgery import edit, untouched
+
+TARGETS = (1, 2)
+
+
+@pytest.fixture(params=["own", "llama", "gemma3_text"])
+def measured(request):
+    model = own_model() if request.param == "own" else build(request.param)
+    return Subject(request.param, model.eval(), None)
+
+
+@pytest.fixture
+def ids():
+    return tokens(5, 12, least=3)
+
+
+def test_a_pass_that_changes_nothing_is_that_of_surgery(measured, ids):
+    outcome = untouched(measured.model, ids)
+    losses, alpha = inside.passed(measured, ids)
+    assert_close(losses, outcome.losses, atol=1e-4, rtol=1e-4)
+    for place, k in enumerate(TARGETS):
+        assert_close(alpha[..., k - 1], outcome.report.alpha[:, place], atol=1e-5, rtol=1e-4)
+
+
+def test_the_mean_query_off_is_that_of_surgery(measured, ids):
+    """With the mean of the same texts; surgery's cut takes it over all positions of a batch."""
+    seen = {}
+
+    def look(layer, q, k, logits):
+        seen[layer] = q.mean(dim=(0, 2))
+        return logits
+
+    def off(layer, q, k, logits):
+        return logits - (k @ seen[layer][..., None]).mT
+
+    few = ids[: inside.BATCH]
+    for layer in (0, 1):  # a later layer's mean query is that of the untouched model
+        inside.passed(measured, few, look)
+        changed, _ = inside.passed(
+            measured, few, lambda *args, at=layer: off(*args) if args[0] == at else args[3]
+        )
+        by_surgery = edit(
+            measured.model, few, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True), [layer]
+        )
+        assert_close(changed, by_surgery.losses, atol=1e-4, rtol=1e-4)
+
+
+def test_one_constant_stands_in_place_of_every_logit_on_a_key(ids):
+    known = constant_logit.Logits()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 2, 12, 12, generator=generator)
+    logits = logits.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    q = k = torch.randn(3, 2, 12, 4, generator=generator)
+    known.look(0, q, k, logits.clone())
+    changes = constant_logit.cuts(known, first=0)
+    cut = changes["constant on k_1"](0, q, k, logits.clone())
+    assert_close(cut[0, 1, 1:, 0], logits[:, 1, 1:, 0].mean().expand(11))
+    assert_close(cut[..., 1:], logits[..., 1:])
+    other = changes["constant on the strongest other key"](0, q, k, logits.clone())
+    for text in range(3):
+        for head in range(2):
+            changed = (other != logits)[text, head]
+            (column,) = changed.any(dim=0).nonzero()[:, 0].tolist()
+            shares = logits[text, head].softmax(dim=-1)[6:, 1:6].sum(dim=0)
+            assert column == 1 + int(shares.argmax())
+            assert changed[:, column].nonzero()[:, 0].tolist() == list(range(column + 1, 12))
+    untouched_before = constant_logit.cuts(known, first=1)["constant on k_1"]
+    assert_close(untouched_before(0, q, k, logits.clone()), logits)
+
+
+@pytest.mark.parametrize("kind", ["own", "llama"])
+def test_element_and_denominator_are_changed_apart(kind, ids):
+    model = own_model() if kind == "own" else build(kind)
+    measured = Subject(kind, model.eval(), None)
+    found = denominator.apart(measured, ids, 1)
+
+    def without(h):
+        h[:, 0, found["dimension"]] = 0
+        return h
+
+    both = edit(model, ids, "block", without, [0])  # the norm reads the same in both ways
+    extra = inside.excess(both.report.alpha[:, 0, 1].mean(dim=1), ids.shape[1])
+    assert_close(torch.tensor(found["both gone"]["extra"]), extra, atol=1e-4, rtol=1e-3)
+    cases = [found[case]["extra"] for case in denominator.CASES]
+    assert all(a != b for a, b in pairwise(cases))
+
+
+def test_even_shares_are_alpha_of_an_even_spread():
+    rows = torch.ones(9, 9).tril() / torch.arange(1, 10)[:, None]
+    expected = [float(rows[k:, k].mean()) for k in range(9)]
+    assert_close(first_tokens.even_shares(9), torch.tensor(expected))
+
+
+def test_four_bits_leave_sixteen_levels_a_block():
+    weights = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    rounded = four_bits.rounded(weights)
+    step = (weights.unflatten(-1, (2, 32)).amax(-1) - weights.unflatten(-1, (2, 32)).amin(-1)) / 15
+    error = (rounded - weights).unflatten(-1, (2, 32)).abs().amax(-1)
+    assert (error < 0.51 * step + 2e-3).all()
+    assert max(len(block.unique()) for block in rounded.view(-1, 32)) <= 16
+
+
+def test_a_model_bin_is_read_as_it_was_written():
+    def text(word):
+        return struct.pack("<H", len(word) + 1) + word.encode() + b"\0"
+
+    joined = np.arange(12, dtype=np.float16).reshape(6, 2)
+    data = struct.pack("<I", 6) + text("WhisperSpec") + struct.pack("<II", 3, 1)
+    data += text("decoder/layer_0/self_attention/linear_0/weight")
+    data += struct.pack("<BIIBI", 2, 6, 2, 4, joined.nbytes) + joined.tobytes()
+    arrays = whisper_file.arrays(data)
+    arrays["decoder/embeddings/weight"] = torch.ones(1, 2)
+    state = whisper_file.state_dict(arrays)
+    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        part = state[f"model.decoder.layers.0.self_attn.{name}.weight"]
+        assert_close(part, torch.from_numpy(joined[2 * place : 2 * place + 2]).float())
