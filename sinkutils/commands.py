@@ -279,7 +279,10 @@ def lab_command(options: argparse.Namespace) -> None:
     folder = replaceable(options.output).parent
     require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
     require(3 <= options.length <= TOKENS, f"--length must be 3 to {TOKENS}, got {options.length}")
-    texts = options.texts + (list(read_texts(options.text)) if options.text else [])
+    texts = list(options.texts)
+    if options.text:
+        read = read_texts(options.text)
+        texts += read if isinstance(read, list) else read[0]  # of a large file its beginning
     require(len(texts) > 0, "give at least one text, or a file of texts with --text")
     loaded = subject(options.model, **chosen(options, "device", "dtype", "runs"))
     page = lab_of_model(loaded, texts, options.length)

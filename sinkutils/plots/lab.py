@@ -11,7 +11,8 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from sinkutils.checks import integer, require
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report
 from sinkutils.measuring.probes import BOS, X_FIX, Subject
+from sinkutils.measuring.report import Report
 from sinkutils.measuring.tokenizer import bos_id, encode, special_ids
 from sinkutils.paths import PACKAGE, read_yaml
 from sinkutils.plots.figures import token_label
@@ -33,7 +34,9 @@ from sinkutils.plots.theme import COLORS, json_in_html, printable
 SOURCES = Path(__file__).with_name("lab_page")
 TOKENS = 64  # of a text in the page, which its pictures are made for
 LEVELS = 256  # of a recorded weight's square root: a byte
+MOST = 20  # texts in a page
 NEAREST = 10  # the most extra attention is looked for at so many first tokens
+
 
 def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -> str:
     """The lab's page with a model of yours: what it attends to in some texts, recorded.
@@ -46,7 +49,7 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
     Raises ValueError like `measure`, and for a text of fewer than 3 tokens.
     """
     length = integer("length", length, least=3, most=TOKENS)
-    require(len(texts) > 0, "give at least one text")
+    require(0 < len(texts) <= MOST, f"the page has room for 1 to {MOST} texts, got {len(texts)}")
     require(len({*texts}) == len(texts), "give each text once")
     model = subject.model
     tokenizer = subject.tokenizer
@@ -106,10 +109,10 @@ def said_next(
     if report.first_elements is not None:
         largest = report.first_elements.amax(dim=1)  # (blocks,)
         block = int((largest >= largest.max() / 2).nonzero()[0])
-    operations = {
+    operations: dict[str, Callable[..., surgery.Outcome]] = {
         "words_untouched": surgery.untouched,
         "words_hidden": surgery.hide,
-        "words_set_back": lambda *given: surgery.set_back(*given, block=block),
+        "words_set_back": partial(surgery.set_back, block=block),
     }
     rows = []
     for row, operation in operations.items():
@@ -144,17 +147,17 @@ def packed(parts: Sequence[bytes]) -> str:
 
 
 def own_text() -> str:
-    """The docstrings of this package: what a model that grows in the page reads."""
+    """The docstrings of this package, cut by a zero: what a model that grows in the page reads."""
     texts = []
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 texts.append(ast.get_docstring(node) or "")
-    return "\n".join(text for text in texts if text)
+    return "\0".join(text for text in texts if text)
 
 
-def page_of(data: Mapping[str, Any]) -> str:
+def page_of(data: dict[str, Any]) -> str:
     """The page with these models: words, sources and data in their places."""
     english = read_yaml(SOURCES / "texts.yaml")
     texts = {"en": {name: english[name] for name in ("language", "page", "said")}}

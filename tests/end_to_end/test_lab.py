@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import sinkutils as su
+from sinkutils.model.attention import rotate
 from sinkutils.paths import read_yaml
 from sinkutils.plots.lab import SOURCES
-from sinkutils.model.attention import rotate
 from sinkutils.study.task import fix_position
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
@@ -257,7 +257,7 @@ def test_the_likeliest_next_tokens_are_those_of_the_model(texts):
 
 def test_a_set_of_weights_that_was_damaged_is_refused():
     name = next(iter(data()["models"]))
-    step = list(data()["models"][name]["sets"])[0]
+    step = next(iter(data()["models"][name]["sets"]))
     case = {"model": name, "step": step, "ids": [2, 5, 6], "edits": AS_TRAINED, "damage": True}
     answers, _ = in_node([case])
     assert answers[0]["error"]

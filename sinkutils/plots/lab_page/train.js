@@ -5,6 +5,7 @@
 
 const RECIPE = { B: 8, T: 64, steps: 1000, warmup: 20, rate: 0.03, floor: 0.1, decay: 0.1,
   beta1: 0.9, beta2: 0.95, tiny: 1e-8, clip: 1, every: 10, held: 16 };
+const END = 0; // <eos>
 const SHAPE = { V: 512, L: 2, H: 2, D: 16, F: 64, learned: false };
 
 // ---- weights
@@ -503,7 +504,9 @@ function trainOnRequest() {
     const text = new TextDecoder().decode(await inflate(packed)), { V } = SHAPE;
     const joined = V - (vocabulary.length - merges.length);
     const { encode } = makeTokenizer(vocabulary.slice(0, V), merges.slice(0, joined));
-    training = makeTraining(choice, encode(text, Infinity), seed);
+    // Documents, each of which ends with a token of its own, <eos>.
+    const ids = text.split("\0").flatMap((one) => [...encode(one, Infinity), END]);
+    training = makeTraining(choice, ids, seed);
     report();
   };
   self.onmessage = async ({ data }) => {
