@@ -2,6 +2,7 @@
 
     python benchmarks/reliability.py --kills 100        kill a sweep of two workers at random instants
     python benchmarks/reliability.py --stops 30         tell the sweep's own process to stop: TERM, INT or KILL
+    python benchmarks/reliability.py --requeues 10      tell jobs of (a stand-in for) Slurm that their time is up
     python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
     python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
     python benchmarks/reliability.py --interrupts 2000  stop that many edits of surgery by a signal at random instants
@@ -27,17 +28,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import fake_slurm
 from bench import ROOT, parser
 
 from sinkutils.study.record import CorruptRecord, read_record
 
 WORDS = "attention sink token head query key value softmax norm layer train loss weight decay window prefix".split()
 HITS = {
-    "*/.0-*.tmp": "writing a record",
-    "*/0.partial/*.tmp": "writing a checkpoint",
+    "*/.0.tmp": "writing a record",
+    "*/0.partial/.*.tmp": "writing a checkpoint",
     "*/0.partial/*.safetensors": "training, after a checkpoint",
     "*/0.partial/lock": "training, before a checkpoint",
 }
@@ -71,6 +73,9 @@ class Sweeps:
         ]
         command += ["--only", *self.only]
         environment = dict(os.environ)
+        if self.engine == "slurm":
+            fake_slurm.install(self.queue)
+            environment["PATH"] = f"{self.queue}{os.pathsep}{environment['PATH']}"
         if self.own_text:
             command += ["--corpus", f"path:{self.texts()}"]
             environment["SINKUTILS_CACHE"] = str(self.folder / "cache")
@@ -87,6 +92,11 @@ class Sweeps:
         if self.start(name).wait() != 0:
             raise RuntimeError(self.log(name).read_text()[-2000:])
         return time.monotonic() - began
+
+    @property
+    def queue(self) -> Path:
+        """The folder of the stand-ins for Slurm's commands."""
+        return self.folder / "queue"
 
     def log(self, name: str) -> Path:
         return self.folder / name / "sweep.log"
@@ -124,12 +134,9 @@ class Sweeps:
         return found
 
     def trainings(self, name: str) -> dict[str, int]:
-        """How often each run was begun: every training shows a progress bar, which the log of the run keeps."""
-        logs = {one: self.runs(name) / "logs" / self.preset / f"{one}-0.log" for one in self.only}
-        return {
-            one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", log.read_text()))
-            for one, log in logs.items()
-        }
+        """How often each run was trained, by what the sweeps said: of the others they say "by another process"."""
+        said = self.log(name).read_text()
+        return {one: len(re.findall(rf"^{one} +seed 0  done  $", said, re.M)) for one in self.only}
 
 
 def kill_at_random(
@@ -276,6 +283,43 @@ def two_at_once(sweeps: Sweeps, name: str = "twice") -> dict[str, int]:
     codes = [process.wait() for process in [sweeps.start(name) for _ in range(2)]]
     assert codes == [0, 0], sweeps.log(name).read_text()[-2000:]
     return sweeps.trainings(name)
+
+
+def requeue_at_random(
+    sweeps: Sweeps,
+    expected: dict[str, tuple[bytes, bytes]],
+    seconds: float,
+    times: int,
+    seed: int = 0,
+) -> dict[str, int]:
+    """Tell jobs at random instants that their time is up, as Slurm does, until they were queued again that often.
+
+    sweeps: those of the engine "slurm", which are stand-ins (fake_slurm.py). At the end of each round all records must
+    be `expected`. Returns counts.
+    """
+    rng, rounds, requeues = random.Random(seed), 0, sweeps.queue / "requeues"
+    told = 0
+    while not requeues.exists() or len(requeues.read_text().split()) < times:
+        rounds += 1
+        name = f"queued-{rounds}"
+        while sweeps.results(name).keys() < expected.keys():
+            process = sweeps.start(name)
+            while process.poll() is None:
+                time.sleep(rng.uniform(0, seconds / 2))
+                for state in sweeps.queue.glob("state-*"):
+                    job = state.name.removeprefix("state-")
+                    if state.read_text() == "RUNNING" and (sweeps.queue / f"pid-{job}").exists():
+                        with suppress(ProcessLookupError):
+                            fake_slurm.scancel(sweeps.queue, job, "--signal", "USR2")
+                            told += 1
+        assert sweeps.results(name) == expected
+    queued = len(requeues.read_text().split())
+    return {
+        "told": told,
+        "queued_again": queued,
+        "rounds": rounds,
+        "records": rounds * len(expected),
+    }
 
 
 def damage(folder: Path) -> dict[str, int]:
@@ -427,6 +471,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--kills", type=int)
     arguments.add_argument("--stops", type=int)
+    arguments.add_argument("--requeues", type=int)
     arguments.add_argument("--damage", action="store_true")
     arguments.add_argument("--cases", type=int)
     arguments.add_argument("--interrupts", type=int)
@@ -443,7 +488,7 @@ def main() -> None:
     made: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if options.kills or options.damage or options.stops:
+        if options.kills or options.damage or options.stops or options.requeues:
             sweeps = Sweeps(folder)
             seconds = sweeps.finish("whole")
             expected = sweeps.results("whole")
@@ -451,6 +496,9 @@ def main() -> None:
                 made["damage"] = damage(sweeps.records("whole") / sweeps.only[0] / "0")
             if options.stops:
                 made["stops"] = stop_at_random(sweeps, expected, seconds, options.stops)
+            if options.requeues:
+                queued = replace(sweeps, engine="slurm")
+                made["requeues"] = requeue_at_random(queued, expected, seconds, options.requeues)
             if options.kills:
                 twice = two_at_once(sweeps)
                 made["twice"] = {

@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from sinkutils.checks import Refused
 from sinkutils.commands import WRONG, parser
 
-# Exit statuses. A sweep recognises a worker whose run is locked by the status LOCKED.
+# Exit statuses.
 LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 3, 130, 141, 143
 # Errors that the user can correct are printed in one line, without a traceback. Any other error may
 # be a mistake of ours. Some are listed by name, because importing their classes would load PyTorch.
@@ -32,7 +32,7 @@ def terminated(number: int, frame: object) -> None:
 
 
 def say(message: str) -> None:
-    """Print a message to stderr. A sweep finds its workers' messages by this prefix."""
+    """Print a message to stderr."""
     print(f"sinkutils: {message}", file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
 """The commands of python -m sinkutils: their parser, and those that measure or show a model.
 
-Those of the study are in `study.commands`, which is imported only for one of them. A module that
+Those of the study are in `study_commands`, which is imported only for one of them. A module that
 loads PyTorch, which takes seconds, is imported inside the command that needs it. So --version,
 --help and a mistyped command answer at once.
 """
@@ -22,7 +22,7 @@ DEBUG = "show the traceback of any error"
 
 
 # Each command: the module of its functions NAME_command and NAME_options, and its help.
-HERE, STUDY = "sinkutils.commands", "sinkutils.study.commands"
+HERE, STUDY = "sinkutils.commands", "sinkutils.study_commands"
 COMMANDS = {
     "list": (STUDY, "show every experiment with the paper's value and what is recorded"),
     "train": (

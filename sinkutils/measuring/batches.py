@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import Refused, instance, require
+from sinkutils.checks import Refused, instance, require, short
 from sinkutils.measuring.report import check_targets
 from sinkutils.measuring.tally import Source
 
@@ -66,6 +66,11 @@ class Inputs:
             entries["attention_mask"] = attention_mask
         self.ids: Tensor = entries.pop("input_ids")  # (samples, T)
         self.entries = entries
+        require(
+            isinstance(self.ids, Tensor),
+            f"ids must be of type Tensor, got {type(self.ids).__name__}: {short(self.ids)}; from a "
+            'tokenizer: tokenizer(texts, return_tensors="pt", padding=True)',
+        )
         dense("ids", self.ids)
         require(
             self.ids.ndim == 2

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from transformers import Trainer, TrainerCallback
 
-from sinkutils.checks import instance, integer, require
+from sinkutils.checks import integer
+from sinkutils.measuring.batches import Ids, Inputs
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.refusals import cut_by, is_sharded
 
@@ -25,7 +26,8 @@ LOGGED = (
 class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
     """Measure the model at the start of training, every `every` optimiser steps, and at the end.
 
-    ids: token ids (samples, T) to measure on, for instance from `su.probe`.
+    ids: token ids (samples, T) to measure on, for instance from `su.probe`; or a mapping, such as a
+        batch of the trainer's collator, also of packed texts (`su.measure`).
     options: keyword arguments of `su.measure`.
 
     These numbers of `Report.summary` go to the trainer's log, and so to every reporter, under the
@@ -54,9 +56,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     parallelism or the older FSDP split the model.
     """
 
-    def __init__(self, ids: Tensor, every: int = 500, **options: Any) -> None:
-        instance("ids", ids, Tensor)
-        require(ids.ndim == 2, f"ids must have the shape (samples, T), got {tuple(ids.shape)}")
+    def __init__(self, ids: Ids, every: int = 500, **options: Any) -> None:
+        Inputs(ids, options.get("attention_mask"), (1,))  # raises ValueError for anything else
         self.ids = ids
         self.every = integer("every", every, least=1)
         self.options = {"entropy": True} | options

@@ -25,7 +25,9 @@ Function: TypeAlias = Callable[..., Any]
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")
 # Words in a module's path: the module attends to an encoder's states, to images or to sound. It
 # does not run when the input is text alone.
-NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
+NOT_TEXT = re.compile(
+    "EncDecAttention|encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio"
+)
 # The model_types of prefix LMs, in which every token of a prompt sees the whole prompt.
 PREFIX = {"paligemma"}
 # model_type -> the axis of the residual streams in the hidden states of the families that have
@@ -102,9 +104,9 @@ def _blocks(stages: nn.ModuleList, path: str = "") -> dict[str, nn.Module]:
 
 def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether this module is softmax attention over text, by its path, class name or code."""
-    if NOT_TEXT.search(name):
-        return False
     kind = type(module).__name__
+    if NOT_TEXT.search(name) or "CrossAttention" in kind:
+        return False
     if "Attention" in kind and not NO_SOFTMAX.search(kind):
         return True
     return chooses_attention(module)

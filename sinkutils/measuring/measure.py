@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -74,7 +75,8 @@ def measure(
     """
     require(
         isinstance(model, nn.Module),
-        f"model must be a TransformerLM or a transformers model, got {type(model).__name__}",
+        f"model must be a TransformerLM or a transformers model, got {type(model).__name__}"
+        + (": su.load_lm loads one by its name" if isinstance(model, str | os.PathLike) else ""),
     )
     # --- the arguments, checked before anything runs
     inputs = Inputs(ids, attention_mask, targets)

@@ -84,9 +84,8 @@ def probe(
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, texts)
     elif kind == "natural":
-        require(
-            not isinstance(texts, Pieces), "large files are cut into windows: leave out the kind"
-        )
+        if isinstance(texts, Pieces):
+            raise Refused("large files are cut into windows: leave out the kind")
         ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
         every = set(tokenizer.get_vocab().values())

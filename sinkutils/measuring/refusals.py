@@ -225,8 +225,11 @@ def check_kind(model: Any) -> None:
     config = model.config
     reason = REFUSED.get(config.model_type)
     require(reason is None, f"{kind} cannot be measured: {reason}")
-    if config.is_encoder_decoder:
-        raise Refused(f"{kind} is, or is a part of, an encoder-decoder model, and no causal LM")
+    if config.is_encoder_decoder and _has_encoder(model):
+        raise Refused(
+            f"{kind} is, or is the encoder of, an encoder-decoder model, and no causal LM: its "
+            "decoder alone can be measured, model.get_decoder()"
+        )
     if getattr(model.base_model, "attention_type", None) == "block_sparse":  # BigBird
         raise Refused(f"{kind} {BLOCK_SPARSE}")
     if config.model_type in PREFIX:
@@ -234,6 +237,13 @@ def check_kind(model: Any) -> None:
             f"{kind} is measured as a causal LM, although its own prompts see themselves whole",
             stacklevel=5,
         )
+
+
+def _has_encoder(model: Any) -> bool:
+    """Whether a part of an encoder-decoder model is more than its decoder."""
+    if type(model).__name__.endswith("Encoder") or getattr(model, "is_decoder", True) is False:
+        return True
+    return any(name.endswith("encoder") for name, _ in model.named_modules())
 
 
 def cut_by(model: nn.Module) -> str | None:

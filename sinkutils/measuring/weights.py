@@ -255,7 +255,7 @@ def _first_difference(single: Path, index: Path) -> str | None:
     with safe_open(single, "pt") as one:
         keys = set(one.keys())
         if keys != set(places):
-            return min(keys ^ set(places))
+            return str(min(keys ^ set(places)))
         for file in sorted(set(places.values())):
             shard = single.with_name(str(file))
             if not shard.is_file():
@@ -265,7 +265,7 @@ def _first_difference(single: Path, index: Path) -> str | None:
                     if key not in other.keys() or not torch.equal(
                         one.get_tensor(key), other.get_tensor(key)
                     ):
-                        return key
+                        return str(key)
     return None
 
 

@@ -1,146 +1,49 @@
 """A sweep: all missing runs of a preset, by several workers, on this machine or on a cluster.
 
 The most informative runs come first. Each run is a process of its own, which locks the folder of
-the run. So a sweep can be killed at any moment, and two sweeps can work at the same time. When a
-sweep ends, or is killed, its workers on this machine end too.
+the run. So a sweep can be killed at any moment, and many sweeps can share a folder. When a sweep
+ends, or is killed, its workers on this machine end too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from sinkutils.checks import choice, first_line, integer, real
+from sinkutils import paths
 from sinkutils.checks import device as find_device
-from sinkutils.study.config import FinetuneConfig, RunConfig
-from sinkutils.study.corpus import Identity, load_corpus, located
-from sinkutils.study.grid import config, find_preset
-from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
-from sinkutils.study.store import Folder, RunFolder, Runs
+from sinkutils.checks import first_line, integer, real
+from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
+from sinkutils.study.corpus import load_corpus, located
+from sinkutils.study.grid import find_preset
+from sinkutils.study.record import CHECKPOINT_SECONDS, RunLocked
+from sinkutils.study.store import Folder, RunFolder, Runs, before
 
-POLL_SECONDS = 0.2
-LOCKED = 3  # the exit status of `sinkutils train` if another process is training the run
-SAID = "sinkutils: "  # the beginning of each message of the command line
+POLL_SECONDS = 0.2  # between two looks at the runs that other processes are training
 STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM
-LEAST_ROOM = 2**16  # with less space on the disk (in bytes), a log may lack its last message
-AGAIN = "training starts again"  # part of the warning that a checkpoint could not be used
-# The environment variable that tells a worker the process id of its sweep.
+LEAST_ROOM = 2**16  # with less space on the disk (in bytes), a worker may lack its last words
+# The environment variables that a sweep sets for its workers: its process id, and the file in
+# which a worker says how its run ended.
 PARENT = "SINKUTILS_PARENT"
-
-
-class Worker:
-    """A future that runs `python -m sinkutils train` in a process, whose output goes to `log`."""
-
-    def __init__(self, arguments: tuple[str, ...], log: str) -> None:
-        # Each worker has one thread. This makes several workers faster and changes no number.
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment = {**os.environ, **threads, PARENT: str(os.getpid())}
-        command = [sys.executable, "-m", "sinkutils", "train", *arguments]
-        self.log = Path(log)
-        with open(log, "ab") as output:
-            self.begin = output.tell()
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment
-            )
-
-    def done(self) -> bool:
-        return self.process.poll() is not None
-
-    def result(self) -> tuple[int, list[str]]:
-        """Wait for the end of the process. Returns its exit status and its messages."""
-        status = self.process.wait()
-        output = self.log.read_bytes()[self.begin :]  # the lines of earlier workers come before
-        messages = []
-        for line in output.decode(errors="replace").splitlines():
-            _, prefix, message = line.partition(SAID)  # a progress bar may precede the message
-            if prefix:
-                messages.append(message)
-        return status, messages
-
-
-def end_with_parent() -> None:
-    """Make this process end as soon as the sweep that started it has ended or was killed.
-
-    `sinkutils train` calls this. It does nothing in a process that no sweep has started.
-    """
-    parent = os.environ.pop(PARENT, None)
-    if parent is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def stop(jobs: list[Job]) -> int:
-    """End the workers on this machine and return their number. Their checkpoints stay."""
-    workers = [job.future for job in jobs if isinstance(job.future, Worker)]
-    for worker in workers:
-        worker.process.terminate()
-    # All workers have the same deadline. Those that have not ended by then are killed.
-    until = time.monotonic() + STOP_SECONDS
-    for worker in workers:
-        try:
-            worker.process.wait(max(0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
-    return len(workers)
-
-
-def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
-    """Train one run on the machine where an engine calls this: exit status and messages."""
-    return Worker(arguments, log).result()
-
-
-def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -> tuple[str, ...]:
-    """The device of each worker.
-
-    It is `device`, or by default the preset's own, so that all seeds of a preset are trained alike.
-    On this machine, "cuda" assigns the GPUs to the workers in turn. Raises ValueError if a GPU is
-    needed and this machine has none.
-    """
-    kind = device or find_preset(preset_name).device
-    if engine_name == "local":
-        find_device(kind)
-        if kind == "cuda":
-            gpus = torch.cuda.device_count()
-            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
-    return (kind,) * jobs
-
-
-def engine(name: str, logs: Path, gpu: bool = False) -> Callable:
-    """A function that starts a run, with the arguments of `run_one`, and returns a future.
-
-    name: "local" starts a process on this machine. "slurm" submits a job with submitit, which
-    starts a process on this machine if there is no Slurm. Raises ImportError without submitit.
-    gpu: whether each run needs a GPU.
-    """
-    choice("engine", name, ("local", "slurm"))
-    if name == "local":
-        return Worker
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=logs / "submitit")
-    executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
-    return partial(executor.submit, run_one)
+OUTCOME = "SINKUTILS_OUTCOME"
 
 
 @dataclass(frozen=True)
@@ -157,36 +60,233 @@ class RunOutcome:
     status: str
     detail: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.experiment:<28} seed {self.seed}  {self.status}  {self.detail}"
+
+
+Ended = Callable[[RunOutcome], Any]  # called with the outcome of each run as soon as it has ended
+
+
+def say(message: str) -> None:
+    """Print a message to stderr, above the progress bar if there is one."""
+    tqdm.write(f"sinkutils: {message}", sys.stderr)
+
+
+# --- in a worker
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[Json]:
+    """A context manager in which `sinkutils train` trains, so that its sweep learns the outcome.
+
+    The body puts "status", "reason" and "restarted" into the dict. An error in it is put there too.
+    At the end the dict is written, as JSON, to the file that the sweep has named. The process also
+    ends as soon as the sweep has. Where no sweep has started the process, nothing of this happens.
+    """
+    file = os.environ.pop(OUTCOME, None)
+    parent = os.environ.pop(PARENT, None)
+    outcome: Json = {"status": "crashed", "reason": "", "restarted": ""}
+    if file is None or parent is None:
+        yield outcome
+        return
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    try:
+        yield outcome
+    except RunLocked:
+        outcome["status"] = "locked"
+        raise
+    except KeyboardInterrupt:
+        outcome["reason"] = "stopped; run the same command again to go on"
+        raise
+    except Exception as error:
+        outcome["reason"] = " ".join(str(error).split()) or type(error).__name__
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # the exit status then says that something is wrong
+            Path(file).write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def _end_with(parent: int) -> None:
+    """Send this process the signal TERM as soon as its parent, the process of that id, has ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- on one machine
+
+
+def places(device: str, jobs: int) -> list[tuple[str, dict[str, str]]]:
+    """For each worker of this machine, its device and the environment variables that it needs.
+
+    A worker on a GPU sees no other, and calls it "cuda". The workers get the GPUs in turn, or all
+    of them the one that `device` names, such as cuda:1. Raises ValueError if there is no such
+    device.
+    """
+    target = find_device(device)
+    if target.type != "cuda":
+        return [(device, {})] * jobs
+    # The GPUs that this process sees, by the names that it was told them.
+    count = torch.cuda.device_count()
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = told.split(",")[:count] if told else [str(gpu) for gpu in range(count)]
+    if target.index is not None:
+        names = [names[target.index]]
+    return [("cuda", {"CUDA_VISIBLE_DEVICES": names[job % len(names)]}) for job in range(jobs)]
+
+
+class Workers:
+    """The processes of a sweep on this machine, at most one in each of its places."""
+
+    def __init__(self, free: list[tuple[str, dict[str, str]]]) -> None:
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.stopped = False
+        self.lock = threading.Lock()
+        self.free = SimpleQueue[tuple[str, dict[str, str]]]()
+        for place in free:
+            self.free.put(place)
+
+    def run(self, arguments: Sequence[str], log: Path, file: Path) -> int:
+        """Run `sinkutils train` to its end and return its exit status.
+
+        log: the file for its output. file: the file in which it says how the run ended.
+        """
+        place = self.free.get()
+        device, visible = place
+        command = [sys.executable, "-m", "sinkutils", "train", *arguments, "--device", device]
+        # Each worker has one thread. This makes several workers faster and changes no number.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        told = {PARENT: str(os.getpid()), OUTCOME: str(file)}
+        environment = {**os.environ, **threads, **told, **visible}
+        try:
+            with self.lock, log.open("ab") as output:
+                if self.stopped:
+                    raise InterruptedError("the sweep was stopped")
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=environment
+                )
+                self.running.add(process)
+            status = process.wait()
+            self.running.discard(process)
+            return status
+        finally:
+            self.free.put(place)
+
+    def stop(self) -> int:
+        """End all processes, and start no more. Returns their number. Their checkpoints stay."""
+        with self.lock:
+            self.stopped = True
+        processes = [*self.running]
+        for process in processes:
+            process.terminate()
+        # All processes have the same deadline. Those that have not ended by then are killed.
+        until = time.monotonic() + STOP_SECONDS
+        for process in processes:
+            try:
+                process.wait(max(0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return len(processes)
+
 
 @dataclass(frozen=True)
-class Job:
-    """A run that an engine is executing."""
+class Batch:
+    """Runs that one machine trains, `jobs` at a time. To call it is to train them.
 
-    run_folder: RunFolder
+    device: cpu, cuda, .., as for `places`. text: the identity of the text if it is not the
+    preset's own. options: further ones of `sinkutils train`. logs: the folder of the runs' logs.
+    """
+
+    runs: Sequence[RunConfig]
+    jobs: int
     device: str
-    log: Path
-    future: Any
+    store: Runs
+    text: Identity | None
+    options: Sequence[str]
+    logs: Path
 
-    def outcome(self) -> RunOutcome | None:
-        """How the run ended; its future must be done. None if another process is training it."""
-        run = self.run_folder.config
-        end = partial(RunOutcome, run.experiment, run.seed)
-        where = f"see {self.log.parent.name}/{self.log.name}"
+    def __call__(self, ended: Ended = lambda outcome: None) -> list[RunOutcome]:
+        """Train all runs, and return how each ended.
+
+        A run that another process is training is tried again after all others. An exception, such
+        as KeyboardInterrupt, stops the workers.
+        """
+        workers = Workers(places(self.device, self.jobs))
+        elsewhere = set[RunConfig]()  # the runs that another process was training
+        outcomes = list[RunOutcome]()
+        waiting = [*self.runs]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                while waiting:
+                    runs = {pool.submit(self.one, run, workers): run for run in waiting}
+                    waiting = []
+                    for future in as_completed(runs):
+                        outcome = future.result()
+                        if outcome is not None:
+                            outcomes.append(outcome)
+                            ended(outcome)
+                            continue
+                        run = runs[future]
+                        waiting.append(run)
+                        if run not in elsewhere:
+                            name = f"{run.experiment} seed {run.seed}"
+                            say(f"{name}: waiting for the process that trains it")
+                            elsewhere.add(run)
+                    if waiting:
+                        time.sleep(POLL_SECONDS)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                stopped = workers.stop()
+                if stopped:
+                    say(f"stopped {stopped} runs; what they have saved stays")
+                raise
+        return outcomes
+
+    def one(self, run: RunConfig, workers: Workers) -> RunOutcome | None:
+        """Train one run in a process of its own. None if another process is training it."""
+        run_folder = self.store.of(run, self.text)
+        if _locked(run_folder, self.store):
+            return None
+        record = run_folder.record()
+        if record is not None:  # there was none when the sweep began
+            return RunOutcome(run.experiment, run.seed, record.status, "by another process")
+        log = self.logs / f"{run.experiment}-{run.seed}.log"
         try:
-            status, messages = self.future.result()
-            if status == LOCKED:
-                return None
-            if status == 0:
-                record = read_record(self.run_folder.folder)
-                again = [message for message in messages if AGAIN in message]
-                detail = record.reason or "; ".join(again)
-                return end(record.status, detail)
-        except Exception as error:  # any error of an engine that lost a worker; other runs go on
-            return end("crashed", f"{first_line(error)}; {where}")
-        if not messages and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
-            messages = ["the disk is full: free some space and run the same command again"]
-        reasons = [f"exit status {status}", *messages[-1:], where]  # the last message, if any
-        return end("crashed", "; ".join(reasons))
+            with tempfile.TemporaryDirectory() as scratch:
+                file = Path(scratch, "outcome.json")
+                arguments = (run.experiment, "--seed", str(run.seed), *self.options)
+                status = workers.run(arguments, log, file)
+                told = json.loads(file.read_bytes()) if file.exists() else _unsaid(status, log)
+        except Exception as error:  # such as a full disk; the other runs go on
+            told = {"status": "crashed", "reason": first_line(error)}
+        if told["status"] == "locked":  # another process was faster
+            return None
+        detail = told["reason"] or told.get("restarted") or ""
+        if told["status"] == "crashed":
+            detail += f"; see {log.parent.name}/{log.name}"
+        return RunOutcome(run.experiment, run.seed, told["status"], detail)
+
+
+def _unsaid(status: int, log: Path) -> Json:
+    """The outcome of a worker that ended with this exit status and could not say how."""
+    reason = f"exit status {status}"
+    if status < 0:
+        reason = f"it was killed by {signal.Signals(-status).name}"
+    elif shutil.disk_usage(log.parent).free < LEAST_ROOM:
+        reason = "the disk is full: free some space and run the same command again"
+    return {"status": "crashed", "reason": reason}
+
+
+def _locked(run_folder: RunFolder, store: Runs) -> bool:
+    """Whether another process is training the run, or the run that a fine-tuning starts from."""
+    run = run_folder.config
+    if isinstance(run, FinetuneConfig) and store.of(before(run), run_folder.corpus).locked():
+        return True
+    return run_folder.locked()
+
+
+# --- all missing runs
 
 
 def sweep(
@@ -196,96 +296,68 @@ def sweep(
     seeds: Sequence[int] | None = None,
     only: Sequence[str] | None = None,
     runs: Folder = None,
-    engine_name: str = "local",
+    slurm: Mapping[str, str] | None = None,
     corpus: str | None = None,
     device: str | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
+    ended: Ended = lambda outcome: None,
 ) -> list[RunOutcome]:
     """Train every missing run of a preset, or of the experiments in `only`.
 
     Returns how each run ended. If another process is training a run, or the run that a fine-tuning
-    starts from, the sweep waits for it. Afterwards it trains the run itself if there is still no
-    record. An exception, such as KeyboardInterrupt, stops the workers on this machine. The logs are
-    in logs/<preset> inside `runs`.
+    starts from, the sweep takes the other runs first. Afterwards it trains the run itself if there
+    is still no record. An exception, such as KeyboardInterrupt, stops the workers on this machine.
+    The logs are in logs/<preset> inside `runs`.
 
-    jobs: how many runs the engine executes at a time. No further runs are queued there.
+    jobs: how many runs are trained at a time; on a cluster, how many jobs run at a time.
+    slurm: None means on this machine. Otherwise the runs go to a cluster, with these options of
+    Slurm's, such as {"account": "mine", "time": "2:00:00"} (`study.slurm.submit`).
     corpus: where to load the text from instead of the preset's own, such as packed:<file>.
-    device: the device to train on. None means the one that the preset is made for.
-    Raises the errors of `load_corpus` if there is no such text.
+    device: the device to train on. None means the one that the preset is made for, so that all
+    seeds of a preset are trained alike.
+    ended: is called with the outcome of each run as soon as it has ended.
+    Raises the errors of `load_corpus` if there is no such text, and ValueError if there is no such
+    device.
     """
     integer("jobs", jobs, least=1)
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
-    free = deque(devices(preset_name, engine_name, jobs, device))
+    device = device or find_preset(preset_name).device
+    if slurm is None:
+        find_device(device)
+    else:
+        from sinkutils.study.slurm import check, submit
+
+        check()
     # Every worker gets the same folder, text and preset as arguments.
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
-    logs = store.folder / "logs" / preset_name
     options = ["--preset", preset_name, "--checkpoint-seconds", str(checkpoint_seconds)]
     options += ["--runs", str(store.folder)]
     text = None
     if corpus:
         options += ["--corpus", located(corpus)]
         text = _text_of(preset_name, located(corpus))
-    queue = store.missing(preset_name, seeds, text, only)
-    submit = engine(engine_name, logs, gpu=free[0].startswith("cuda"))
-    if queue:
-        logs.mkdir(parents=True, exist_ok=True)
-        if progress:
-            print(f"logs of the runs: {logs}", file=sys.stderr)
-    running = list[Job]()
-    elsewhere = set[RunConfig]()  # the runs that another process was training
-    outcomes = list[RunOutcome]()
-    with tqdm(desc=preset_name, total=len(queue), unit="run", disable=not progress) as bar:
-        try:
-            while queue or running:
-                # Give each free worker the first run that no other process is training.
-                for run in list(queue):
-                    if not free:
-                        break
-                    name = f"{run.experiment} seed {run.seed}"
-                    run_folder = store.of(run, text)
-                    # A run that another process is training stays in the queue, and the next one
-                    # is tried.
-                    if _locked(run_folder, store):
-                        if run not in elsewhere:
-                            bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
-                        elsewhere.add(run)
-                        continue
-                    queue.remove(run)
-                    # The other process may have written its record.
-                    record = run_folder.record() if run in elsewhere else None
-                    if record is not None:
-                        detail = "by another process"
-                        outcomes.append(RunOutcome(run.experiment, run.seed, record.status, detail))
-                        continue
-                    log = logs / f"{run.experiment}-{run.seed}.log"
-                    where = free.popleft()
-                    own = ["--seed", str(run.seed), "--device", where]
-                    future = submit((run.experiment, *options, *own), str(log))
-                    running.append(Job(run_folder, where, log, future))
-                    if engine_name == "slurm":
-                        bar.write(f"{name}: job {future.job_id}, which outlives this sweep")
-                # Collect the runs that have ended.
-                finished = [job for job in running if job.future.done()]
-                for job in finished:
-                    running.remove(job)
-                    free.append(job.device)
-                    outcome = job.outcome()
-                    if outcome is None:  # another process locked it first, so it waits again
-                        run = job.run_folder.config
-                        queue.append(run)
-                        elsewhere.add(run)
-                    else:
-                        outcomes.append(outcome)
-                bar.update(len(outcomes) - bar.n)
-                if not finished:
-                    time.sleep(POLL_SECONDS)
-        except BaseException:
-            stopped = stop(running)
-            if stopped:
-                bar.write(f"{SAID}stopped {stopped} runs; what they have saved stays", sys.stderr)
-            raise
-    return outcomes
+    missing = store.missing(preset_name, seeds, text, only)
+    batch = Batch(missing, jobs, device, store, text, options, store.folder / "logs" / preset_name)
+    if not missing:
+        return []
+    batch.logs.mkdir(parents=True, exist_ok=True)
+    if progress:
+        print(f"logs of the runs: {batch.logs}", file=sys.stderr)
+    if text is None:
+        _make_texts(missing)
+    # There is no bar if stderr is no terminal, such as the log of a cluster's job.
+    with tqdm(
+        desc=preset_name, total=len(missing), unit="run", disable=None if progress else True
+    ) as bar:
+
+        def count(outcome: RunOutcome) -> None:
+            bar.update()
+            ended(outcome)
+
+        if slurm is None:
+            return batch(count)
+        return submit(batch, slurm, seconds_a_run(missing, store), count)
 
 
 def _text_of(preset_name: str, corpus: str) -> Identity:
@@ -294,14 +366,37 @@ def _text_of(preset_name: str, corpus: str) -> Identity:
     return load_corpus(corpus, vocab_size).identity
 
 
-def _locked(run_folder: RunFolder, store: Runs) -> bool:
-    """Whether another process is training the run, or the run that a fine-tuning starts from."""
-    run = run_folder.config
-    if isinstance(run, FinetuneConfig):
-        before = config(run.start, run.preset, run.seed)
-        start = store.of(before, run_folder.corpus)
-        return run_folder.locked() or start.locked()
-    return run_folder.locked()
+def _make_texts(runs: Sequence[RunConfig]) -> None:
+    """Make the texts of these runs, so that the workers find them and do not make one each."""
+    for name, vocab_size in sorted({(run.data.corpus, run.model.vocab_size) for run in runs}):
+        # A text that cannot be had, as without a network, stops only the runs that need it. Their
+        # workers say why.
+        with contextlib.suppress(Exception):
+            load_corpus(name, vocab_size)
+
+
+def seconds_a_run(runs: Sequence[RunConfig], store: Runs) -> list[float]:
+    """How long each of these runs of one preset takes, by estimate, in seconds.
+
+    A run is in proportion to its tokens. Their rate is the median of the preset's records, in
+    `store` or in data/runs. Without records it is the preset's own.
+    """
+    if not runs:
+        return []
+    scale = find_preset(runs[0].preset)
+
+    def tokens(train: Any, model: Any) -> float:
+        return float(train.steps * train.batch_size * model.context_length)
+
+    rate = tokens(scale.train, scale.model) / scale.seconds
+    for folder in (store.folder, paths.RUNS):
+        files = folder.glob(f"{scale.name}*/*/*/provenance.json")
+        rates = [json.loads(file.read_bytes()).get("tokens_per_second") for file in files]
+        rates = [rate for rate in rates if rate]
+        if rates:
+            rate = statistics.median(rates)
+            break
+    return [tokens(run.train, run.model) / rate for run in runs]
 
 
 def estimate(
@@ -311,12 +406,8 @@ def estimate(
     corpus: str | None = None,
     only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
-    """Every missing run with its estimated seconds.
-
-    The preset states how long its usual number of steps takes; a run is in proportion to its steps.
-    """
-    base = find_preset(preset_name)
+    """Every missing run with its estimated seconds (`seconds_a_run`)."""
     text = _text_of(preset_name, corpus) if corpus else None
-    planned = Runs(runs).missing(preset_name, seeds, text, only)
-    a_step = base.seconds / base.train.steps
-    return [(run, a_step * run.train.steps) for run in planned]
+    store = Runs(runs)
+    planned = store.missing(preset_name, seeds, text, only)
+    return [*zip(planned, seconds_a_run(planned, store), strict=True)]

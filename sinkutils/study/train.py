@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -95,6 +96,18 @@ def train(
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     target = find_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher has started several processes
+        from sinkutils.study.shared import train_shared
+
+        return train_shared(
+            config,
+            runs,
+            device=target,
+            corpus=corpus,
+            keep_weights=keep_weights,
+            checkpoint_seconds=checkpoint_seconds,
+            progress=progress,
+        )
     place, text, done = claim(config, runs, corpus, keep_weights)
     if done is not None:
         return done
@@ -157,7 +170,7 @@ def to_its_end(
     # The evaluation before the first step shows the effect of position terms and biases alone.
     if not run.curve:
         run.evaluate([])
-    saved = time.monotonic()
+    saved = run.now()
     began = saved - run.seconds
     bar = tqdm(
         total=schedule.steps,
@@ -167,7 +180,7 @@ def to_its_end(
         leave=False,
         mininterval=2,
         # tqdm takes None for: no bar if stderr is no terminal
-        disable=None if progress else True,
+        disable=None if progress and run.main else True,
     )
     with bar:
         while True:
@@ -177,21 +190,26 @@ def to_its_end(
             if run.step % schedule.eval_every and not ended:
                 continue
             reason, report = evaluated(run)
-            run.seconds = time.monotonic() - began
+            now = run.now()
+            run.seconds = now - began
             if ended or reason is not None:
                 return reason, report
             point = run.curve[-1]
             bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # A checkpoint is possible only right after an evaluation, when no losses of earlier
             # steps wait to be averaged.
-            if time.monotonic() - saved > checkpoint_seconds:
+            if now - saved > checkpoint_seconds:
                 save_checkpoint(run, checkpoint)
-                saved = time.monotonic()
+                saved = run.now()
 
 
 class Run:
-    """The state of one run between two optimiser steps, and the step itself."""
+    """The state of one run between two optimiser steps, and the step itself.
 
+    `study.shared.SharedRun` is one that several processes share.
+    """
+
+    main = True  # whether this process saves the state and writes the record
     # The attributes that a checkpoint holds beside the state of the model and the optimisers.
     PROGRESS = ("step", "seconds", "curve", "alphas", "parts")
 
@@ -318,6 +336,13 @@ class Run:
             weights += weight
         return total / weights
 
+    def optimizer_states(self) -> list[Any]:
+        """For each optimiser, the state of each parameter, by its number."""
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+    def now(self) -> float:
+        return time.monotonic()
+
     def autocast(self) -> torch.autocast:
         """Autocast to bf16, if `precision` is bf16. Weights and optimiser stay in fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -427,7 +452,7 @@ class Hashed:
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file. If this fails or is killed, the previous file stays."""
     state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
-    state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
+    state["optimizers"] = run.optimizer_states()
     for name in run.PROGRESS:
         state[name] = getattr(run, name)
 
@@ -438,7 +463,8 @@ def save_checkpoint(run: Run, path: Path) -> None:
         file.seek(0)
         file.write(hashed.digest.digest())
 
-    replace_file(path, write)
+    if run.main:
+        replace_file(path, write)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
@@ -456,8 +482,9 @@ def load_checkpoint(run: Run, path: Path) -> None:
             f"{place} is of another config or corpus, or an older form",
         )
     except (CorruptRecord, ValueError) as error:
-        # A sweep searches the log of its worker for these words (`sweep.AGAIN`).
-        warnings.warn(f"{error}; training starts again from step 0", stacklevel=3)
+        again = f"{error}; training starts again from step 0"
+        warnings.warn(again, stacklevel=3)
+        run.task.more["restarted"] = again
         return
     run.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):

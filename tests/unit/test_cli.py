@@ -339,7 +339,7 @@ def test_the_version_and_a_mistyped_command_load_no_pytorch(argument, status):
     assert (f"sinkutils {__version__}" if status == 0 else "'measure'") in done.stdout + done.stderr
 
 
-def ledger(preset, runs):
+def ledger(preset, runs, file=None):
     words = "The sink is found wherever it was looked for, " * 4
     row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24"}
     row["remark"] = "by hand"

@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -695,3 +696,28 @@ def test_a_model_can_be_pickled_after_it_was_measured(family):
     pickle.dumps(model)
     measure(model, tokens())
     pickle.dumps(model)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_the_decoder_of_an_encoder_decoder_is_measured_alone(family):
+    config = families.small_config(family)
+    config.is_decoder = False
+    whole = tf.AutoModelForSeq2SeqLM.from_config(config).eval()
+    decoder = whole.get_decoder()
+    ids = torch.randint(3, 90, (2, 12))
+    whole.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = torch.stack(decoder(input_ids=ids, output_attentions=True).attentions)
+    first = maps[..., 0].mean(dim=-1).transpose(0, 1)  # (samples, layers, heads)
+    for kind in ("eager", "sdpa"):
+        whole.set_attn_implementation(kind)
+        assert torch.allclose(measure(decoder, ids).alpha[:, 0], first, atol=1e-6)
+    for other in (whole, whole.get_encoder()):
+        refuses("encoder-decoder model.* its decoder alone can be", measure, other, ids)
+
+
+def test_the_first_two_mistakes_are_told_what_to_write():
+    model, ids = build("llama"), [[3, 4, 5]]
+    refuses(r"return_tensors=.pt., padding=True", measure, model, ids)
+    refuses(r"return_tensors=.pt., padding=True", measure, model, {"input_ids": ids})
+    refuses(r"got str: su.load_lm loads one", measure, "smollm2", torch.tensor(ids))

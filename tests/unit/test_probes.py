@@ -18,6 +18,7 @@ from sinkutils.measuring import probes, texts
 from sinkutils.measuring.probes import PROBES, Subject
 from sinkutils.measuring.texts import read_texts
 from sinkutils.measuring.tokenizer import (
+    adds_bos,
     bos_id,
     encode,
     marked_special,
@@ -378,3 +379,15 @@ def test_a_tokenizer_that_panics_at_a_text_is_one_line(tmp_path):
 
     refuses("the tokenizer itself fails at a text of 60,000 characters, 'aaa.*StackOverflow",
             probe, None, Tokenizing(), texts=["a" * 60_000])  # fmt: skip
+
+
+def test_whether_a_tokenizer_adds_a_bos_is_seen_by_its_ids_and_not_by_its_attributes(tmp_path):
+    raw = word_tokenizer(40)
+    template = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+    raw.post_processor = template
+    ends = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    tf.PreTrainedTokenizerFast(tokenizer_object=raw, **ends).save_pretrained(tmp_path)
+    plain = tf.AutoTokenizer.from_pretrained(tmp_path)
+    assert adds_bos(plain) and plain("w1")["input_ids"][0] == 1
+    with_eos = tf.AutoTokenizer.from_pretrained(tmp_path, add_eos_token=True)
+    assert adds_bos(with_eos) == (with_eos("w1")["input_ids"][0] == 1)

@@ -1,20 +1,21 @@
 """Sweeps: only what is missing, never one run by two workers, and no failure stops the others."""
 
 import errno
-import io
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
+import fake_slurm
 import pytest
 import torch
 from helpers import interrupted, made_up, refused, refuses
@@ -22,47 +23,49 @@ from helpers import interrupted, made_up, refused, refuses
 from sinkutils import config, paths, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
+from sinkutils.study import grid
 from sinkutils.study import record as records_module
 from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
+from sinkutils.study.slurm import minutes_of
 from sinkutils.study.store import Runs
-from sinkutils.study.sweep import devices, engine, estimate, run_one, sweep
+from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, reported, sweep
 from sinkutils.study.train import Run
 
 pytestmark = pytest.mark.slow
 
 
-class FakeWorker:
-    """A worker whose run is a function, called when its end is asked for."""
+def printed(capsys):
+    """What a sweep printed, without the lines of its workers, which have the name of a record."""
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("smoke@"))
 
-    def __init__(self, arguments, log):
-        self.arguments, self.log = arguments, log
 
-    def done(self):
-        return True
-
-    def result(self):
-        return self.run(self.arguments, self.log)
+def as_worker(patch, file):
+    """Let this process take itself for a worker of a sweep, which is to say in `file` how its run ended."""
+    patch.setenv(OUTCOME, str(file))
+    patch.setenv(PARENT, str(os.getppid()))
+    patch.setattr(sweep_module, "_end_with", lambda parent: None)
 
 
 @pytest.fixture
 def quick(monkeypatch, corpus, tmp_path):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    class Here(FakeWorker):
-        def run(self, arguments, log):
-            asked = parser().parse_args(["train", *arguments])
-            if asked.experiment == "v_bias":
-                raise RuntimeError("the machine went away")
-            monkeypatch.chdir(tmp_path)  # a worker may be anywhere
+    def run(workers, arguments, log, file):
+        asked = parser().parse_args(["train", *arguments])
+        if asked.experiment == "v_bias":
+            raise RuntimeError("the machine went away")
+        monkeypatch.chdir(tmp_path)  # a worker may be anywhere
+        as_worker(monkeypatch, file)
+        with suppress(RunLocked), reported() as outcome:
             run = config(asked.experiment, asked.preset, asked.seed)
-            try:
-                train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
-            except RunLocked:
-                return 3, []
-            return 0, []
+            record = train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
+            outcome.update(status=record.status, reason=record.reason)
+        return 0
 
-    monkeypatch.setattr(sweep_module, "Worker", Here)
+    monkeypatch.setattr(Workers, "run", run)
+    monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
 
 
 ONLY = ("fixed_1", "k_bias", "sink_token")
@@ -95,11 +98,15 @@ def test_a_failing_run_stops_no_other(quick, runs):
     assert "the machine went away" in ended["v_bias"].detail
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("recorded", "just_before"), [(True, False), (False, False), (False, True)]
+)
 def test_a_run_that_another_process_has_is_waited_for_and_trained_here_if_that_leaves_no_record(
-    quick, runs, tmp_path, recorded, monkeypatch, capsys
+    quick, runs, tmp_path, recorded, just_before, monkeypatch, capsys
 ):
     """Also where the other process takes it just before our worker does."""
+    if just_before:
+        monkeypatch.setattr(sweep_module, "_locked", lambda *_: False)
     other, naps = Runs().of(config("k_bias", "smoke")), []
     held = ExitStack()
     held.enter_context(other.lock())
@@ -171,25 +178,25 @@ def undisturbed(text_folder, tmp_path_factory):
     return folder / "cache", [result(record.folder) for record in records]
 
 
-def ended(status):
-    """A process that has ended."""
-    return SimpleNamespace(poll=lambda: status, wait=lambda *_: status)
-
-
 class Command:
-    """`sinkutils sweep` of an experiment's first seeds, whose runs are `sinkutils train` in this process."""
+    """`sinkutils sweep` of an experiment's first seeds, whose workers are in this process."""
 
     def __init__(self, seeds, text, runs):
         self.runs, self.steps = runs, Counter()
         options = f"--preset smoke --only k_bias --checkpoint-seconds 0 --runs {runs} --corpus path:{text} --seeds"
         self.arguments = ["sweep", *options.split(), *map(str, range(seeds))]
 
-    def train(self, command, stdout, **options):
-        """What stands for subprocess.Popen."""
-        with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
-            status = main(command[3:])
-        stdout.write(said.getvalue().encode())
-        return ended(status)
+    def run(self, arguments, file):
+        """What stands for a worker's process; returns its exit status."""
+        with pytest.MonkeyPatch.context() as patch:
+            as_worker(patch, file)
+            asked = parser().parse_args(["train", *arguments, "--device", "cpu"])
+            try:
+                return asked.function(asked) or 0
+            except KeyboardInterrupt:
+                return 130
+            except OSError:
+                return 2
 
     def advance(self, run, really=Run.advance):
         self.steps[run.config.seed] += 1
@@ -213,16 +220,17 @@ def command(undisturbed, text_folder, runs, monkeypatch):
     def make(seeds):
         command = Command(seeds, text_folder, runs)
         monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
-        processes = SimpleNamespace(Popen=command.train, STDOUT=None)
-        monkeypatch.setattr(sweep_module, "subprocess", processes)
+        monkeypatch.setattr(
+            Workers, "run", lambda workers, arguments, log, file: command.run(arguments, file)
+        )
         monkeypatch.setattr(Run, "advance", lambda run: command.advance(run))
         return command
 
     return make
 
 
-FULL = {  # the file for which there is no room: how it is called, and the step that stays saved
-    "checkpoint.pt.tmp": ("checkpoint.pt", 20),
+FULL = {  # the end of the name of the file without room: what is not saved, and the step that stays saved
+    ".tmp": ("checkpoint.pt", 20),
     "metrics.json": ("record smoke@[^ ]+/k_bias/0", 40),
 }
 
@@ -234,8 +242,9 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
 
     def write(path, data, really=records_module.write_synced):
-        if path.name == file and path.parent.name.startswith(("0", ".0")) and sweep.steps[0] > 20:
-            path.write_bytes(data[: len(data) // 2])
+        of_first = path.parent.name.startswith(("0", ".0")) and not sweep.steps[1]
+        if path.name.endswith(file) and of_first and sweep.steps[0] > 20:
+            path.write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         really(path, data)
 
@@ -243,35 +252,49 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
         patch.setattr(records_module, "write_synced", write)
         patch.setattr(paths, "write_synced", write)
         assert sweep.status() == 1
-    reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
+    reason = rf"\[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
-    assert re.fullmatch(said, capsys.readouterr().out)
+    assert re.fullmatch(said, printed(capsys))
     partial = sweep.folder(0).with_name("0.partial")
     assert {path.name for path in partial.parent.iterdir()} == {partial.name, "1"}
     assert {path.name for path in partial.iterdir()} == {"checkpoint.pt", "lock"}
     assert sweep.results(1) == expected[1:2]
     assert sweep.status() == 0 and sweep.steps == {0: 60 - saved}
-    assert re.fullmatch(r"k_bias +seed 0  done  \n", capsys.readouterr().out)
+    assert re.fullmatch(r"k_bias +seed 0  done  \n", printed(capsys))
     assert sweep.results(0, 1) == expected[:2]
 
 
-def test_a_run_whose_log_had_no_room_says_that_the_disk_is_full(command, monkeypatch, capsys):
-    sweep = command(1)
-    monkeypatch.setattr(sweep_module.subprocess, "Popen", lambda *_, **options: ended(1))
-    full = "the disk is full: free some space and run the same command again; "
-    for free, said in ((0, full), (2**30, "")):
-        usage = SimpleNamespace(free=free)
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder, usage=usage: usage)
-        assert sweep.status() == 1
-        says = f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log"
-        assert says in capsys.readouterr().out
+class Ended:
+    """A process that has ended."""
+
+    def __init__(self, status):
+        self.wait = lambda *_: status
+
+
+@pytest.mark.parametrize(
+    ("status", "free", "said"),
+    [
+        (1, 2**30, "exit status 1"),
+        (-9, 2**30, "it was killed by SIGKILL"),
+        (1, 0, "the disk is full: free some"),
+    ],
+)
+def test_of_a_worker_that_could_not_say_how_it_ended_the_exit_status_tells(
+    status, free, said, monkeypatch, runs, capsys
+):
+    monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **options: Ended(status))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    (outcome,) = of_smoke("k_bias")
+    assert outcome.status == "crashed"
+    assert outcome.detail.startswith(said) and outcome.detail.endswith("; see smoke/k_bias-0.log")
 
 
 def test_a_damaged_checkpoint_is_trained_again_and_stops_no_other(command, undisturbed, capsys):
     sweep, (_, expected) = command(3), undisturbed
     with interrupted(50):
         assert sweep.status() == 1
-    says = "crashed  exit status 130; stopped; run the same command again"
+    says = "crashed  stopped; run the same command again"
     assert capsys.readouterr().out.count(says) == 3
     partial = [sweep.folder(seed).with_name(f"{seed}.partial") for seed in range(3)]
     flipped, cut, _ = (folder / "checkpoint.pt" for folder in partial)
@@ -279,7 +302,7 @@ def test_a_damaged_checkpoint_is_trained_again_and_stops_no_other(command, undis
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
     assert sweep.status() == 0 and sweep.steps == {0: 60, 1: 60, 2: 20}
-    said = [line.partition("done")[2].strip() for line in capsys.readouterr().out.splitlines()]
+    said = [line.partition("done")[2].strip() for line in printed(capsys).splitlines()]
     damage = "{}.partial/checkpoint.pt is truncated or changed; training starts again from step 0"
     assert said == [damage.format(0), damage.format(1), ""]
     assert sweep.results(0, 1, 2) == expected
@@ -297,20 +320,22 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("preset", "engine_name", "count", "asked", "expected"),
+    ("device", "told", "expected"),
     [
-        ("laptop", "local", 4, None, ("cpu", "cpu")),
-        ("laptop", "local", 4, "cuda", ("cuda:0", "cuda:1")),
-        ("gpu", "local", 1, None, ("cuda:0", "cuda:0")),
-        ("gpu", "local", 0, "cpu", ("cpu", "cpu")),
-        ("laptop", "slurm", 0, None, ("cpu", "cpu")),
-        ("gpu", "slurm", 0, None, ("cuda", "cuda")),
-        ("gpu", "slurm", 0, "cpu", ("cpu", "cpu")),
+        ("cpu", None, [("cpu", None)] * 3),
+        ("cuda", None, [("cuda", "0"), ("cuda", "1"), ("cuda", "0")]),
+        ("cuda", "5,3", [("cuda", "5"), ("cuda", "3"), ("cuda", "5")]),
+        ("cuda", "GPU-a,GPU-b", [("cuda", "GPU-a"), ("cuda", "GPU-b"), ("cuda", "GPU-a")]),
+        ("cuda:1", "5,3", [("cuda", "3")] * 3),
     ],
 )
-def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
-    gpus(count)
-    assert devices(preset, engine_name, 2, asked) == expected
+def test_each_worker_sees_its_own_gpu(gpus, monkeypatch, device, told, expected):
+    gpus(2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if told:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    found = [(name, own.get("CUDA_VISIBLE_DEVICES")) for name, own in places(device, 3)]
+    assert found == expected
 
 
 def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
@@ -318,82 +343,111 @@ def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
     refuses("sees 0 of that kind", sweep, "gpu", runs=tmp_path, progress=False)
     refuses("sees 0 of that kind", sweep, "laptop", device="cuda", runs=tmp_path, progress=False)
     refuses("device must be", sweep, "laptop", device="abacus", runs=tmp_path, progress=False)
-    refuses("local, slurm", engine, "abacus", tmp_path)
 
 
-def test_runs_hold_different_gpus_and_an_interrupt_leaves_no_queue(monkeypatch, runs, gpus):
+class Blocked:
+    """Processes that end when as many as `together` run at a time; an interrupt comes when the last has begun."""
+
+    def __init__(self, together):
+        self.barrier = threading.Barrier(together)
+        self.commands, self.environments = [], []
+
+    def __call__(self, command, env, **options):
+        self.commands.append(command)
+        self.environments.append(env)
+        return SimpleProcess(lambda: self.barrier.wait(20))
+
+
+class SimpleProcess:
+    def __init__(self, until):
+        self.until = until
+
+    def wait(self, timeout=None):
+        self.until()
+        return 1
+
+
+def test_runs_at_the_same_time_hold_different_gpus_and_are_told_what_they_need(
+    monkeypatch, runs, gpus
+):
     gpus(2)
-    running, seen, interrupted = set(), [], []
-
-    class Done:
-        def __init__(self, device):
-            self.device = device
-            assert device not in running
-            running.add(device)
-            seen.append(device)
-
-        def done(self):
-            if interrupted:
-                raise KeyboardInterrupt
-            return len(running) == 2 or len(seen) == len(ONLY)
-
-        def result(self):
-            running.discard(self.device)
-            return 1, ["ended"]
-
-    monkeypatch.setattr(
-        sweep_module, "engine", lambda *_, **__: lambda arguments, log: Done(arguments[-1])
-    )
-    of_smoke(jobs=2, device="cuda")
-    assert seen[:2] == ["cuda:0", "cuda:1"] and len(seen) == 3 and not running
-    interrupted.append(True)
-    with pytest.raises(KeyboardInterrupt):
-        of_smoke(jobs=2, device="cuda")
-    assert len(seen) == 3 + 2
-
-
-def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
-    commands, asked, job = [], [], SimpleNamespace(done=lambda: True, result=lambda: (1, ["ended"]))
-    monkeypatch.setattr(
-        subprocess,
-        "Popen",
-        lambda command, **options: commands.append((command, options)) or ended(0),
-    )
-    assert run_one(("k_bias",), str(tmp_path / "log")) == (0, [])
-    ((command, options),) = commands
-    assert command[1:] == ["-m", "sinkutils", "train", "k_bias"]
-    assert options["env"]["OMP_NUM_THREADS"] == options["env"]["MKL_NUM_THREADS"] == "1"
-    monkeypatch.setattr(
-        sweep_module,
-        "engine",
-        lambda *_, **__: lambda arguments, log: asked.append(arguments) or job,
-    )
-    text = SimpleNamespace(identity={"name": "mine", "sha256": "0" * 64})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started = Blocked(together=2)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    identity = {"name": "mine", "sha256": "0" * 64}
+    text = SimpleNamespace(identity=identity)
     monkeypatch.setattr(sweep_module, "load_corpus", lambda *_, **__: text)
-    of_smoke("k_bias", runs=tmp_path, corpus="packed:/a/text", device="cpu", checkpoint_seconds=5.0)
-    given = parser().parse_args(["train", *asked[0]])
-    assert (given.experiment, given.preset) == ("k_bias", "smoke")
-    assert (given.seed, given.runs) == (0, tmp_path)
-    assert (given.corpus, given.device, given.checkpoint_seconds) == ("packed:/a/text", "cpu", 5.0)
+    options = {"corpus": "packed:/a/text", "device": "cuda", "checkpoint_seconds": 5.0}
+    outcomes = of_smoke("k_bias", "fixed_1", jobs=2, **options)
+    assert {outcome.status for outcome in outcomes} == {"crashed"}
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in started.environments} == {"0", "1"}
+    assert all(
+        env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "1" for env in started.environments
+    )
+    asked = [parser().parse_args(command[3:]) for command in started.commands]
+    assert {one.experiment for one in asked} == {"k_bias", "fixed_1"}
+    for one in asked:
+        assert (one.preset, one.seed, one.runs) == ("smoke", 0, runs)
+        assert (one.corpus, one.device, one.checkpoint_seconds) == ("packed:/a/text", "cuda", 5.0)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
-    slurm = MagicMock()
-    monkeypatch.setitem(sys.modules, "submitit", slurm)
-    engine("slurm", tmp_path, gpu)
-    parameters = slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs
-    assert parameters["gpus_per_node"] == gpu
+def test_texts_are_made_once_before_the_workers_start(monkeypatch, runs):
+    made = []
+
+    def load(name, vocab_size):
+        made.append((name, vocab_size))
+        raise ConnectionError("no network")  # which the workers will say themselves
+
+    monkeypatch.setattr(sweep_module, "load_corpus", load)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: made.append("worker") or Ended(1))
+    of_smoke("k_bias", "fixed_1")
+    assert made == [("docstrings", 512), "worker", "worker"]
 
 
-def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, capsys):
-    job = SimpleNamespace(job_id="4711", done=lambda: True, result=lambda: (1, ["ended"]))
-    monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: job)
-    of_smoke("k_bias", engine_name="slurm")
-    assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
+def test_no_bar_goes_to_what_is_no_terminal(quick, runs, capsys):
+    sweep("smoke", seeds=(0,), only=("k_bias",))
+    assert re.fullmatch(r"logs of the runs: [^\n]+\n", capsys.readouterr().err)
 
 
-def wait_until(condition, seconds=60):
+def test_the_estimate_follows_the_records(runs):
+    (run, usual), *_ = estimate("smoke", (0,), only=["k_bias"])
+    assert usual == pytest.approx(grid.presets()["smoke"].seconds)
+    for seed, rate in enumerate((1.0, 100.0, 50.0)):
+        folder = made_up(runs, "fixed_1", seed=seed)
+        file = folder.folder / "provenance.json"
+        file.write_text(json.dumps({"tokens_per_second": rate}))
+    (_, seconds), *_ = estimate("smoke", (0,), only=["k_bias"])
+    tokens = run.train.steps * run.train.batch_size * run.model.context_length
+    assert seconds == pytest.approx(tokens / 50)
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("90", 90), ("90:30", 91), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-0:0:1", 1)],
+)
+def test_time_limits_of_slurm_are_minutes(limit, minutes):
+    assert minutes_of(limit) == minutes
+
+
+@pytest.mark.parametrize("limit", ["soon", "1:2:3:4", "", "x-1", "1:"])
+def test_a_time_limit_that_slurm_does_not_know_is_refused(limit):
+    refuses("time must be a limit such as 90", minutes_of, limit)
+
+
+def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
+    usual = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refuses("there is no Slurm here", of_smoke, slurm={})
+    fake_slurm.install(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'queue'}{os.pathsep}{usual}")
+    refuses("Slurm took no job: .*invalid partition", of_smoke, slurm={"partition": "night"})
+    refuses("time must be", of_smoke, slurm={"time": "soon"})
+    assert [file.name for file in runs.iterdir()] == ["logs"]
+
+
+def wait_until(condition, seconds=240):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "waited in vain"
@@ -421,10 +475,9 @@ def test_a_stopped_sweep_leaves_no_worker(undisturbed, text_folder, tmp_path, nu
     # Tests that run in the background have it ignored, and so would the sweep.
     streams["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, env=environment, **streams)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    workers = []
     wait_until(lambda: len(list(tmp_path.glob("smoke@*/k_bias/*.partial/lock"))) == 2)
-    workers = children.read_text().split()
+    threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+    workers = " ".join(file.read_text() for file in threads).split()
     assert len(workers) >= 2
     process.send_signal(number)
     _, error = process.communicate(timeout=30)

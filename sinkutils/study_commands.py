@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -121,16 +122,21 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
-    from sinkutils.study.sweep import end_with_parent
+    from sinkutils.study.sweep import reported
     from sinkutils.study.train import train
 
-    end_with_parent()  # if a sweep started this process, stop when the sweep is killed
-    change = dict(options.change)
-    run = config(options.experiment, options.preset, options.seed, change=change, name=options.name)
-    device = find_device(options.device)
-    keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    record = train(run, device=device, keep_weights=keep, **where)
+    with reported() as outcome:  # to the sweep, if one started this process
+        change = dict(options.change)
+        asked = (options.experiment, options.preset, options.seed)
+        run = config(*asked, change=change, name=options.name)
+        device = find_device(options.device)
+        keep = options.keep_weights or keeps_weights(run)
+        record = train(run, device=device, keep_weights=keep, **where)
+        restarted = record.provenance.get("restarted")
+        outcome.update(status=record.status, reason=record.reason, restarted=restarted)
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes says it
+        return
     name = short_name(record.folder)
     if record.status == "failed":
         print(f"{name}: training failed ({record.reason}); this is recorded as the result")
@@ -155,17 +161,28 @@ def sweep_options(command: Parser) -> None:
     add("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
     add(
         "--engine",
-        dest="engine_name",
         default="local",
         choices=("local", "slurm"),
-        help="where runs go (default: local)",
+        help="where runs go: to this machine or to a cluster (default: local)",
+    )
+    add(
+        "--slurm",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="to a cluster, with options of Slurm: account=.. partition=.. time=2:00:00 mem=4G",
     )
     add("--dry-run", action="store_true", help="print what would run, and about how long it takes")
 
 
 def sweep_command(options: argparse.Namespace) -> int:
     """Train every missing record, most informative first; safe to kill and to start twice."""
-    from sinkutils.study.sweep import estimate, sweep
+    from tqdm import tqdm
+
+    from sinkutils.checks import require
+    from sinkutils.study.sweep import RunOutcome, estimate, sweep
+
+    def say(outcome: RunOutcome) -> None:
+        tqdm.write(str(outcome))  # above the bar
 
     which = chosen(options, "seeds", "only", "runs", "corpus")
     if options.dry_run:
@@ -181,14 +198,17 @@ def sweep_command(options: argparse.Namespace) -> int:
             f"with --jobs {options.jobs}"
         )
         return 0
-    # One line per run. A training that diverged ("failed") is a result. A crash is an error.
-    how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
-    status = 0
-    for outcome in sweep(options.preset, **which, **how):
-        print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
-        if outcome.status == "crashed":
-            status = 1
-    return status
+    slurm = None
+    if options.slurm is not None or options.engine == "slurm":
+        slurm = {}
+        for pair in options.slurm or []:
+            key, _, value = pair.partition("=")
+            require(bool(key and value), f"--slurm takes KEY=VALUE, got {pair!r}")
+            slurm[key] = value
+    # A training that diverged ("failed") is a result. A crash is an error.
+    how = chosen(options, "jobs", "device", "checkpoint_seconds")
+    outcomes = sweep(options.preset, **which, **how, slurm=slurm, ended=say)
+    return int(any(outcome.status == "crashed" for outcome in outcomes))
 
 
 def claims_options(command: Parser) -> None:
