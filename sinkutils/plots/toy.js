@@ -42,7 +42,7 @@ function makeToy(table, { names, low, high, values }) {
     const sigmoid = keys.map((s) => 1 / (1 + Math.exp(-s)));
     const columns = [[0, ...softmax(keys)], [0, ...sigmoid], softmax(logits)];
     rows.forEach((row, i) => {
-      row.cells[2].textContent = logits[i].toFixed(1);
+      row.cells[2].textContent = sliders[i].ariaValueText = logits[i].toFixed(1);
       columns.forEach((weights, column) => {
         const bar = make("span", {}), width = `calc(${weights[i]} * var(--bar, min(80px, 7vw)))`;
         const background = i ? DATA.colors.other : DATA.colors.star;
