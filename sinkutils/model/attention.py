@@ -82,8 +82,8 @@ def register(name: str, f: Map, log: Map | None = None) -> None:
     log: the logarithm of f, if it can be computed where f itself vanishes or overflows in float32.
         A normalised operation is then exact there as well.
 
-    Both are tried, against each other and in plain loops. The name holds in this process only, so
-    that a sweep, whose workers are other processes, refuses it.
+    Both are tried, against each other and in plain loops. The name holds in this process only:
+    the command line and the workers of a sweep are other processes, and refuse it.
 
     Raises ValueError for a name that is taken, and if f or log is not what it must be.
     """
