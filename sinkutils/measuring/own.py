@@ -13,6 +13,9 @@ from sinkutils.model.attention import attend, divide
 from sinkutils.model.config import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
 
+# Shares that are computed at once: 128 MB of them.
+MOST_SHARES = 2**24
+
 
 class OwnModel:
     """The `Source` that is a `TransformerLM`. It adds to a tally what the model shows.
@@ -85,16 +88,26 @@ class OwnModel:
         tally.add_qkv(layer, *of_text)
         if "sink_logit" in extras:
             tally.sink_logits[layer] = float(extras["sink_logit"].mean())
-        # Without the row of x*, which sees only itself: (B, H, T, S)
-        shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
-        # The columns are k* or x*, if there is one, followed by the T keys of the text.
-        length = shares.shape[2]
-        reduced = tally.reduced(layer, shares[..., -length:])
-        if tally.entropy:  # with the star's share
-            reduced = reduced._replace(entropy=torch.special.entr(shares).sum(dim=-1))
-        tally.add_weights(layer, [reduced])
-        if first or spec.has_star:
-            tally.add_star(layer, shares[..., -length - 1])
+        B, H, T, _ = q.shape
+        length = T - first  # of the text
+        # A long text is measured some queries at a time, so that memory grows with its length only.
+        size = max(1, MOST_SHARES // (B * H * T))
+        parts = []
+        stars = []
+        # The row of x*, which sees only itself, is left out.
+        for start in range(first, T, size):
+            rows = q[:, :, start : start + size]
+            shares = attention_shares(rows, k, v, spec, extras, start)  # (B, H, rows, S)
+            # The columns are k* or x*, if there is one, followed by the keys of the text.
+            reduced = tally.reduced(layer, shares[..., -length:])
+            if tally.entropy:  # with the star's share
+                reduced = reduced._replace(entropy=torch.special.entr(shares).sum(dim=-1))
+            parts.append(reduced)
+            if first or spec.has_star:
+                stars.append(shares[..., -length - 1])
+        tally.add_weights(layer, parts)
+        if stars:
+            tally.add_star(layer, torch.cat(stars, dim=-1))
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, self._text(hidden))
@@ -103,7 +116,12 @@ class OwnModel:
 
 
 def attention_shares(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Mapping[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    extras: Mapping[str, Any],
+    start: int | None = None,
 ) -> Tensor:
     """The shares of attention from which alpha is computed, (B, H, T, S), in float64.
 
@@ -123,7 +141,7 @@ def attention_shares(
     wide_extras: dict[str, Any] = {}
     for name, x in extras.items():
         wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
-    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide_extras)
+    _, weights = attend(widened(q), widened(k), widened(v), spec, start=start, **wide_extras)
     weights = weights.abs()
     # A row of softpick may sum to less than `scale`. The rest is attention to no key, and must not
     # be distributed over the keys.

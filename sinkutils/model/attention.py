@@ -82,8 +82,8 @@ def register(name: str, f: Map, log: Map | None = None) -> None:
     log: the logarithm of f, if it can be computed where f itself vanishes or overflows in float32.
         A normalised operation is then exact there as well.
 
-    Both are tried, against each other and in plain loops. The name holds in this process only, so
-    that a sweep, whose workers are other processes, refuses it.
+    Both are tried, against each other and in plain loops. The name holds in this process only:
+    the command line and the workers of a sweep are other processes, and refuse it.
 
     Raises ValueError for a name that is taken, and if f or log is not what it must be.
     """
@@ -196,6 +196,9 @@ def attend(
         mix = learned.mix.to(v.dtype)
         return out - mix * out_2, weights - mix * weights_2
     q, k, v = prepared(q, k, v, spec, learned)
+    phi = kernel(spec, learned)
+    q = phi(q)
+    k = phi(k)
     out, weights, logits = _attend(q, k, v, spec, learned.distance_bias, seen, start)
     out = finished(out, spec, learned)
     if not return_lse:
@@ -234,11 +237,11 @@ def _attend(
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs of the operation: k* and v* are put in front, then phi maps queries and keys.
+    """The inputs of the operation before phi: k* and v* are put in front, if there are any.
 
     With a k* there are S = 1 + T keys. Its v* is zero unless the extras hold one. A sink logit
     becomes a k* by means of one more dimension: there the queries are 1, the sequence's own keys
-    and values are 0, and k* holds the logit. As in the authors' code, phi follows rotary.
+    and values are 0, and k* holds the logit.
     """
     star = extras.key_bias
     value = extras.value_bias
@@ -256,9 +259,12 @@ def prepared(
     if star is not None:
         k = prepend(star, k)
         v = prepend(value, v)
-    # phi comes last because it maps k* as well.
-    phi = extras.mlp or KERNELS[spec.kernel]
-    return phi(q), phi(k), v
+    return q, k, v
+
+
+def kernel(spec: AttentionSpec, extras: Extras) -> Map:
+    """phi, for queries and keys. As in the authors' code it follows rotary, and it maps k* too."""
+    return extras.mlp or KERNELS[spec.kernel]
 
 
 def finished(out: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
@@ -333,42 +339,45 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        one = (-peak).exp()  # the 1 of e^s - 1, divided by e^peak
-        sim = (logits - peak).exp() - one
-        sim = sim.masked_fill(~seen, 0)
+        sim = exp_minus_one(logits, peak)  # 0 at hidden keys, whose logit is 0
         total = sim.abs().sum(-1, keepdim=True)
         return spec.scale * divide(sim.relu(), total)
-    sim, unit = in_range(logits, spec)
-    return spec.scale * divide(sim, normalizer(sim, seen, spec, unit))
+    sim = in_range(logits, spec)
+    return spec.scale * divide(sim, normalizer(sim, seen, spec))
 
 
-def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """f(s_ij) and the 1 of max_abs_sum, both divided by one number per row; it cancels in A_ij.
+def exp_minus_one(s: Tensor, peak: Tensor) -> Tensor:
+    """(e^s - 1) / e^peak for s <= peak, without overflow, and exact where s is small."""
+    # It is (1 - e^-|s|) e^s above 0, and -(1 - e^-|s|) below.
+    rest = -torch.expm1(-s.abs())  # 1 - e^-|s|
+    return s.sign() * rest * (s.relu() - peak).exp()
+
+
+def in_range(logits: Tensor, spec: AttentionSpec) -> Tensor:
+    """f(s_ij), divided by one number per row; it cancels in A_ij.
 
     In float32 the powers of sigmoid(-100) vanish and e^100 overflows; after the division neither
-    does. An operation that divides by no sum gets f(s_ij) itself, which may overflow, and None.
+    does. An operation that divides by no sum gets f(s_ij) itself, which may overflow.
     logits: (..., R, S), at hidden keys -inf, or 0 where f(0) = 0.
     """
     if spec.normalizer in ("none", "length"):
-        return similarity(logits, spec), None
+        return similarity(logits, spec)
     if spec.similarity not in LOGARITHMS:
         sim = similarity(logits, spec)
         if spec.normalizer == "p_norm":
             peak = sim.amax(-1, keepdim=True).detach()
             sim = divide(sim, peak)
-        return sim, sim.new_ones(())
+        return sim
     # f / max f is computed as exp(log f - max log f), which cannot overflow.
-    logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
+    logs: Tensor = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
     peak = peak.masked_fill(~peak.isfinite(), 0)  # in a row that sees no key
     if spec.normalizer == "max_abs_sum":  # Z_i is at least 1, so e^peak must be, too
         peak = peak.clamp(min=0)
-    return (logs - peak).exp(), (-peak).exp()
+    return (logs - peak).exp()
 
 
-def normalizer(
-    sim: Tensor, seen: Tensor, spec: AttentionSpec, unit: Tensor | None
-) -> Tensor | None:
+def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor | None:
     """Z_i (Section 7.4, Eq. 43) from the results of `in_range`: (..., R, 1), or None for Z = 1."""
     if spec.normalizer == "none":
         return None
@@ -379,8 +388,10 @@ def normalizer(
         total = _power(sim, spec.p).sum(-1, keepdim=True)
         return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
-    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `unit` stands for the 1
-        return total.abs().clamp(min=unit)
+    if spec.normalizer == "max_abs_sum":
+        # max(|sum f|, 1), Table 15. Where the similarities were divided by more than 1, the largest
+        # became 1, so that the sum decides, as before.
+        return total.abs().clamp(min=1)
     return total
 
 

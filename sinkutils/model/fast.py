@@ -1,10 +1,14 @@
 """Fast attention: the same output and gradients as `attention.attend`, without its weights.
 
-The output is computed in one of two forms (`choose_form`):
+The output is computed in one of four forms (`choose_form`):
 
 - "sdpa" is PyTorch's fused kernel, with O(T d_h) memory. It serves causal softmax, also with a
   prefix and with any bias of Table 4.
-- "dense" is for everything else. It computes the matrix of logits, with O(T^2) memory.
+- "dense" computes the matrix of logits, with O(T^2) memory. It serves short sequences.
+- "linear" serves the kernels of Section 7.4 on long ones. As their weights are plain products, sums
+  over keys can be carried along the sequence, which takes O(T d_h^2) time.
+- "pieces" is for everything else on long sequences. It computes the logits of a few queries at a
+  time, with O(T d_h) memory.
 
 The calls of a causal softmax, from the decoder down: `attention_output` checks the shapes and puts
 a k* in front of the keys (`attention.prepared`), and `_sdpa` calls the kernel.
@@ -18,24 +22,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sinkutils.model import attention
 from sinkutils.model.attention import Extras, divide
 from sinkutils.model.config import AttentionSpec
+from sinkutils.model.pieces import in_pieces
 
-# In half precision on a CPU, the dense form is faster than the fused kernel up to this many tokens.
-# The kernel takes four times as long at T = 64 and twice as long at T = 512.
+# Up to this many tokens the dense form serves. It is quick there, its memory does no harm, and in
+# half precision on a CPU it is faster than the fused kernel, which takes four times as long at
+# T = 64 and twice as long at T = 512.
 DENSE_LENGTH = 512
+CHUNK = 64  # tokens between two sums of the linear form
 
 
 def choose_form(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, position_term: bool
 ) -> str:
-    """The form in which an operation is computed, "sdpa" or "dense"."""
+    """The form in which an operation is computed: "sdpa", "dense", "linear" or "pieces"."""
     whole = spec.window is None or spec.window >= length
-    quick = length > DENSE_LENGTH or not slow_kernel(device.type, dtype)
-    plain = spec.is_softmax and whole and not position_term
-    return "sdpa" if plain and quick else "dense"
+    every = whole and not position_term
+    short = length <= DENSE_LENGTH
+    if spec.is_softmax and every and not (short and slow_kernel(device.type, dtype)):
+        return "sdpa"
+    if short:
+        return "dense"
+    products = spec.similarity == "linear" and spec.normalizer != "p_norm"
+    return "linear" if products and every and spec.prefix == 1 else "pieces"
 
 
 def slow_kernel(device: str, dtype: torch.dtype) -> bool:
@@ -52,38 +65,60 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
     """
     learned = Extras(**extras)
     attention.check_inputs(q, k, v, spec, learned)
-    distance_bias = learned.distance_bias
     if learned.mix is not None:  # A_1 - lambda A_2, as in `attend`
         softmax = replace(spec, differential=False)
-        even, odd = attention.halves(q)
-        first = attention_output(even, k, v, softmax, distance_bias=distance_bias)
-        second = attention_output(odd, k, v, softmax, distance_bias=distance_bias)
+        if q.shape[2] > DENSE_LENGTH:
+            # Each map has half the dimensions, and so half the products.
+            keys = (k[..., 0::2], k[..., 1::2])
+            queries = (q[..., 0::2], q[..., 1::2])
+        else:
+            keys = (k, k)
+            queries = attention.halves(q)
+        first, second = (
+            _output(each, key, v, softmax, learned) for each, key in zip(queries, keys, strict=True)
+        )
         return first - learned.mix.to(v.dtype) * second
     q, k, v = attention.prepared(q, k, v, spec, learned)
-    position_term = distance_bias is not None
-    form = choose_form(spec, q.device, q.dtype, q.shape[2], position_term)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    is_wide = q.dtype == wide and v.dtype == wide
-    if form == "sdpa":
+    return attention.finished(_output(q, k, v, spec, learned), spec, learned)
+
+
+def _output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+    """The output in the form that serves, for inputs with k* and v* in front if there are any."""
+    g = extras.distance_bias
+    form = choose_form(spec, q.device, q.dtype, q.shape[2], g is not None)
+    if form == "sdpa" and q.shape[3] < v.shape[3]:
+        form = "pieces"  # the kernel wants as many dimensions in the queries as in the values
+    if form == "linear":
+        out = _linear(q, k, v, spec, extras)
+    elif form == "sdpa":
         out = _sdpa(q, k, v, spec)
-    elif needs_width(spec, position_term) and not is_wide:
-        with torch.autocast(q.device.type, enabled=False):
-            out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
-        out = out.to(v.dtype)
     else:
-        out = _few_passes(q, k, v, spec, distance_bias)
+        phi = attention.kernel(spec, extras)
+        q = phi(q)
+        k = phi(k)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        is_wide = q.dtype == wide and v.dtype == wide
+        if form == "pieces":
+            out = in_pieces(q, k, v, spec, g)
+        elif needs_width(spec, g is not None) and not is_wide:
+            with torch.autocast(q.device.type, enabled=False):
+                out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, g)
+            out = out.to(v.dtype)
+        else:
+            out = _few_passes(q, k, v, spec, g)
     if spec.scale != 1:
         out = out * spec.scale
-    return attention.finished(out, spec, learned)
+    return out
 
 
 def needs_width(spec: AttentionSpec, position_term: bool) -> bool:
     """Whether the dense form must compute in float32 at least, even for bfloat16 inputs."""
     # bfloat16 cannot hold an odd distance above 256, and rounds the logarithm of a similarity too
-    # coarsely. The queries and keys of kernel='elu' are in float64 already.
+    # coarsely, as it does a small logit of softpick. The queries and keys of kernel='elu' are in
+    # float64 already.
     divided = spec.normalizer not in ("none", "length")
     by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
-    return position_term or by_logarithm or spec.kernel == "elu"
+    return position_term or by_logarithm or spec.similarity == "softpick" or spec.kernel == "elu"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -131,6 +166,60 @@ def _few_passes(
         weights = scaled / spec.scale  # the caller multiplies by the scale
         return weights.to(v.dtype) @ v
     # Dividing the output, (B, H, T, D), is cheaper than dividing the weights, (B, H, T, S).
-    similarity, unit = attention.in_range(logits, spec)
-    total = attention.normalizer(similarity, ~hidden, spec, unit)
+    similarity = attention.in_range(logits, spec)
+    total = attention.normalizer(similarity, ~hidden, spec)
     return divide(similarity @ v, total)
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+    """The kernels of Section 7.4 without a mask but the causal one. q: (B, H, T, D)."""
+    # The backward pass computes one head at a time once more, so that phi and the sums of the
+    # others take no memory.
+    heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
+    outs: list[Tensor] = []
+    for head in heads:
+        out = checkpoint(
+            _linear_head, *head, spec, extras, use_reentrant=False, preserve_rng_state=False
+        )
+        outs.append(out)
+    return torch.cat(outs, dim=1)
+
+
+def _linear_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+    """sum_j <phi(q_i), phi(k_j)> v_j / sqrt(D) / Z_i for q (B, 1, T, D), with S keys and values.
+
+    The queries of a chunk of C tokens read what lies before it from the sum of phi(k_j) v_j^T, a
+    matrix (D, D + 1), and see the keys of their own chunk one by one.
+    """
+    phi = attention.kernel(spec, extras)
+    queries = phi(q)
+    keys = phi(k)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    length = q.shape[2]
+    star = k.shape[2] - length
+    padding = (0, 0, 0, -length % CHUNK)
+
+    def chunked(x: Tensor) -> Tensor:  # (B, 1, T, D) -> (B, 1, T / C, C, D)
+        return F.pad(x, padding).unflatten(2, (-1, CHUNK))  # type: ignore[no-any-return]
+
+    with torch.autocast(q.device.type, enabled=False):
+        queries = queries.to(wide) * queries.shape[-1] ** -0.5
+        keys = keys.to(wide)
+        values = F.pad(v.to(wide), (0, 1), value=1.0)  # the last column adds up to sum_j f
+        of_star = keys[:, :, :star].mT @ values[:, :, :star]  # zeros without a k*
+        queries, keys, values = map(chunked, (queries, keys[:, :, star:], values[:, :, star:]))
+        sums = keys.mT @ values  # (B, 1, T / C, D, D + 1)
+        up_to = sums[:, :, :-1].cumsum(dim=2)
+        before = F.pad(up_to, (0, 0, 0, 0, 1, 0)) + of_star[:, :, None]
+        own = (queries @ keys.mT).tril() @ values
+        both = (queries @ before + own).flatten(2, 3)[:, :, :length]  # (B, 1, T, D + 1)
+        out: Tensor = both[..., :-1]
+        total = both[..., -1:]
+        if spec.normalizer == "sum":
+            out = divide(out, total)
+        elif spec.normalizer == "max_abs_sum":
+            out = out / total.abs().clamp(min=1)
+        elif spec.normalizer == "length":
+            seen = torch.arange(1, length + 1, device=q.device) + star
+            out = out / seen[:, None]
+    return out.to(v.dtype)

@@ -52,18 +52,24 @@ const KINDS = {
       headAt = drawHeads(heads, all);
       queryAt = drawMap(map, view);
       words.textContent = `Query ${query + 1}, “${tokens[text][query]}”. ${looksAt(view)}`;
+      // What a screen reader says in place of the sliders' bare numbers.
+      ofHead.ariaValueText = nameOf(head, H, alpha[text], blocks[Math.floor(head / H)]);
+      ofQuery.ariaValueText = `${query + 1}, “${tokens[text][query]}”`;
+      if (ofText) ofText.ariaValueText = `${text + 1} of ${tokens.length}`;
     };
     const ofHead = slider("head", count, head, (value) => { head = value; show(); });
     const ofQuery = slider("query", T, query, (value) => { query = value; show(); });
-    if (tokens.length > 1) slider("text", tokens.length, 0, (value) => { text = value; show(); });
+    const change = (value) => { text = value; show(); };
+    const ofText = tokens.length > 1 ? slider("text", tokens.length, 0, change) : null;
     heads.onclick = (event) => {
       if (headAt(event) < 0) return;
       ofHead.value = head = headAt(event);
       show();
     };
     map.onpointermove = map.onclick = (event) => {
-      if (queryAt(event) === query) return;
-      ofQuery.value = query = queryAt(event);
+      const { query: under } = queryAt(event);
+      if (under === query) return;
+      ofQuery.value = query = under;
       show();
     };
     show();
@@ -90,6 +96,7 @@ const KINDS = {
         holders[i].prepend(titles[i]);
       });
       now.textContent = `step ${steps[frame].toLocaleString("en")}`;
+      input.ariaValueText = now.textContent;
     };
     const input = slider("training", steps.length, end, show);
     let timer = 0;

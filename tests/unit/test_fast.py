@@ -10,10 +10,12 @@ import torch
 from helpers import draw, name_of, refuses
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sinkutils.measuring import passes
-from sinkutils.model import fast
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
+from sinkutils.model import attention, fast, pieces
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, register
 
 OPERATIONS = [
     {},
@@ -23,7 +25,7 @@ OPERATIONS = [
     # Every similarity that cannot be negative, so that a new one is tested by being there.
     *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")
       if (f, z) != ("softpick", "none")),
-    {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
+    *({"similarity": f, "normalizer": "max_abs_sum"} for f in ("exp", "sigmoid")),
     {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
     {"similarity": "sigmoid", "normalizer": "none", "logit_bias": -3.0},
     {"similarity": "relu", "normalizer": "length"},
@@ -32,6 +34,7 @@ OPERATIONS = [
     {"similarity": "linear", "kernel": "elu", "normalizer": "p_norm", "p": 2.0},
     {"similarity": "linear", "kernel": "mlp", "normalizer": "none"},
 ]  # fmt: skip
+NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm", "length")
 MASKS = [{}, {"window": 5}, {"prefix": 4}]
 BIASES = ["none", "k", "kv", "v"]
 # Every operation under every mask; the biases take turns, so that each meets every mask and most operations.
@@ -75,6 +78,101 @@ def test_a_form_equals_the_reference(spec):
         assert_same_as_dense(spec, *draw(spec, length, position), 1e-10)
 
 
+@pytest.fixture
+def long_forms(monkeypatch):
+    """The forms of long sequences on short ones too, with pieces of some rows and chunks of some tokens."""
+
+    def short(rows: int = 128, logits: int = 2**18, chunk: int = 64) -> None:
+        monkeypatch.setattr(fast, "DENSE_LENGTH", 0)
+        monkeypatch.setattr(fast, "CHUNK", chunk)
+        monkeypatch.setattr(pieces, "ROWS", rows)
+        monkeypatch.setattr(pieces, "LOGITS", {"cpu": logits})
+
+    return short
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_the_forms_of_long_sequences_equal_the_reference(spec, long_forms):
+    long_forms(rows=8, logits=100, chunk=4)  # one head at a time
+    for length, position in ((1, "none"), (17, "none"), (17, "heads"), (12, "shared")):
+        assert_same_as_dense(spec, *draw(spec, length, position), 1e-10)
+    long_forms(rows=5, chunk=7)  # all heads together
+    assert_same_as_dense(spec, *draw(spec, 12), 1e-10)
+
+
+@pytest.mark.parametrize("fields", OPERATIONS, ids=str)
+@pytest.mark.parametrize("length", [2, 127, 129, 300])
+def test_long_forms_at_odd_lengths(fields, length, long_forms):
+    long_forms()
+    for mask in ({}, {"window": 130}, {"prefix": 131 if length > 131 else 2}, {"bias": "kv"}):
+        spec = AttentionSpec(**fields, **mask)
+        inputs, extras = draw(spec, length, shape=(1, 2, 4))
+        assert_same_as_dense(spec, inputs, extras, 1e-9)
+
+
+@pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
+def test_long_forms_in_lower_precision(spec, long_forms):
+    long_forms()
+    test_lower_precision_stays_near_the_reference(spec)
+
+
+def test_no_operation_makes_a_matrix_of_logits_for_a_long_text():
+    length = 1100  # of which a matrix of two heads would be 2.4M logits
+    for fields in (*OPERATIONS, {"window": 64}, {"differential": True}, {"sink_logit": "zero"}):
+        spec = AttentionSpec(**fields)
+        inputs, extras = draw(spec, length, dtype=torch.float32, shape=(1, 2, 4))
+        with LargestTensor() as made:
+            fast.attention_output(*inputs[:3], spec, **extras).sum().backward()
+        assert made.largest <= 2 * pieces.LOGITS["cpu"], (fields, made.largest)
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many elements the largest tensor has that operations make."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def test_a_similarity_of_ones_own_in_pieces(long_forms, monkeypatch):
+    long_forms(rows=8)
+    monkeypatch.setattr(attention, "SIMILARITIES", dict(attention.SIMILARITIES))
+    names = len(attention.SIMILARITY_NAMES)
+    try:
+        register("squared", lambda s: s.square().clamp(max=1e6))
+        register("softened", torch.nn.functional.softplus, softplus_log)
+        for f, z in itertools.product(("squared", "softened"), NORMALIZERS):
+            spec = AttentionSpec(similarity=f, normalizer=z)
+            assert_same_as_dense(spec, *draw(spec, 19), 1e-9)
+        spec = AttentionSpec(similarity="softened")
+        inputs, _ = draw(spec, 19, dtype=torch.float32)  # rows in which f itself is 0
+        g = torch.full((1, 19), -300.0, requires_grad=True)
+        assert_same_as_dense(spec, inputs, {"distance_bias": g}, 1e-5)
+    finally:
+        del attention.SIMILARITY_NAMES[names:]
+        attention.LOGARITHMS.pop("softened", None)
+
+
+def softplus_log(s: Tensor) -> Tensor:
+    return torch.where(s < -20, s, torch.nn.functional.softplus(s.clamp(min=-20)).log())
+
+
+def test_logits_far_below_0_are_no_slow_numbers_and_no_empty_rows(long_forms):
+    """ALiBi's far keys, and rows whose similarities would all be 0 in float32."""
+    long_forms(rows=8)
+    g = (-100.0 * torch.arange(20)[None]).requires_grad_()
+    for fields in ({}, {"similarity": "sigmoid"}, {"similarity": "elu"}):
+        spec = AttentionSpec(**fields)
+        inputs, _ = draw(spec, 20, dtype=torch.float32)
+        for bias in (g, g - 500):
+            assert_same_as_dense(spec, inputs, {"distance_bias": bias}, 1e-5)
+
+
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
 def test_lower_precision_stays_near_the_reference(spec):
     inputs, extras = draw(spec, 33, dtype=torch.float32)
@@ -87,6 +185,35 @@ def test_lower_precision_stays_near_the_reference(spec):
     expected = attend(*(x.float() for x in half), spec, **extras)[0]
     assert out.dtype == torch.bfloat16
     assert_close(out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["dense", "long", "compiled"])
+def test_softpick_is_its_formula_for_logits_of_any_size(form, dtype, long_forms):
+    """Against a loop in float64: e^s - 1 must not round to 0, nor to steps of a half-precision e^s."""
+    if form == "long":
+        long_forms()
+    quick = fast.attention_output
+    if form == "compiled":
+        torch.compiler.reset()
+        quick = torch.compile(quick, backend="aot_eager")
+    spec = AttentionSpec(similarity="softpick")
+    factors = torch.tensor([1 / 3, 1.0, -0.5, 0.7])[None, None, :, None].to(dtype)
+    values = torch.tensor([1.0, -2.0, 0.5, 3.0])[None, None, :, None].to(dtype)
+    for size in (1e-9, 1e-6, 1e-3, 0.03, 0.1, 2.0, 8.0):
+        q = torch.full((1, 1, 4, 1), size, dtype=dtype)
+        keys = factors.clone().requires_grad_()
+        wide = factors.double().requires_grad_()
+        s = q[0, 0, 3].double() * wide[0, 0]  # the last query's logits, (4, 1)
+        f = torch.expm1(s)
+        expected = (f.relu() / f.abs().sum() * values[0, 0].double()).sum()
+        (slope,) = torch.autograd.grad(expected, wide)
+        for operation in (quick, lambda *x: attend(*x)[0]):
+            out = operation(q, keys, values, spec)[0, 0, 3, 0]
+            (got,) = torch.autograd.grad(out, keys)
+            rel = 1e-5 if dtype == torch.float32 else 0.01
+            assert out.item() == pytest.approx(expected.item(), rel=rel), size
+            assert_close(got.double(), slope, rtol=rel, atol=rel * float(slope.abs().max()))
 
 
 def test_minus_infinity_in_the_position_term_gives_zero_rows():
@@ -140,11 +267,23 @@ def test_which_kernel_serves_where():
         ("sdpa", {"prefix": 5, "bias": "kv"}, "cuda", torch.bfloat16, 4096, False),
         ("sdpa", {"window": 64}, "cpu", torch.float32, 64, False),  # which sees everything
         ("dense", {"window": 63}, "cpu", torch.float32, 64, False),
+        ("pieces", {"window": 63}, "cpu", torch.float32, 513, False),
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
         ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
-        ("dense", {"normalizer": "none"}, "cuda", torch.float32, 4096, False),
-        ("dense", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
+        ("pieces", {"normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("pieces", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
+        ("pieces", {}, "cpu", torch.float32, 4096, True),
+        ("linear", {"similarity": "linear", "kernel": "elu"}, "cpu", torch.float32, 4096, False),
+        ("dense", {"similarity": "linear", "kernel": "elu"}, "cpu", torch.float32, 512, False),
+        (
+            "pieces",
+            {"similarity": "linear", "kernel": "elu", "window": 9},
+            "cpu",
+            torch.float32,
+            4096,
+            False,
+        ),
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term):

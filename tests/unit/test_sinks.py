@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
+from sinkutils.measuring import own
 from sinkutils.measuring.own import attention_shares
 from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.measuring.tally import Tally
@@ -338,3 +339,21 @@ def test_excess_of_even_attention_is_0_or_the_print_says_what_it_is():
     )
     most = max((1, 2), key=report.excess)
     assert f"most attention: position {most}, of those measured" in str(report)
+
+
+def test_a_long_text_is_measured_some_queries_at_a_time_with_the_same_numbers(monkeypatch):
+    ids = tokens()
+    for fields in (
+        {"attention": AttentionSpec(similarity="sigmoid", normalizer="none", bias="k")},
+        {"sink_token": True},
+        {"attention": AttentionSpec(prefix=4)},
+    ):
+        model = own_model(**fields)
+        whole = measure(model, ids, targets=(1, 3), heads=[(0, 1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(own, "MOST_SHARES", 1)  # one query at a time
+            pieces = measure(model, ids, targets=(1, 3), heads=[(0, 1)])
+        assert_close(pieces.alpha, whole.alpha)
+        assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map)
+        if whole.star is not None:
+            assert_close(pieces.star, whole.star)

@@ -125,6 +125,16 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
         assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+def test_each_step_has_the_chunks_of_its_own_number(tiny, corpus, monkeypatch):
+    """Also behind the first copy of several steps to the device."""
+    monkeypatch.setattr(training, "AHEAD", 2)
+    run = Run(tiny, corpus, CPU)
+    for step in range(5):
+        expected = Chunks(corpus, "train", 32, tiny.data, tiny.seed).batch(step, 4, tiny.seed)
+        assert torch.equal(run.batch(), expected)
+        run.advance()
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_step_is_the_optimizers_on_a_seeds_batch_clipped_at_its_rate(optimizer, tiny, corpus):
     """Held against the recipe written out once more, with settings of which none is the default."""
@@ -412,7 +422,7 @@ def test_settings_that_make_no_sense_are_refused(tiny):
     refuses("optimizer must be one of adamw, sgd, muon", change, tiny, optimizer="adam")
     with refused("learning_rate must be finite and not negative"):
         change(tiny, learning_rate=float("nan"))
-    refuses("beta2 must be at most 1", change, tiny, beta2=1.5)
+    refuses("beta2 must be less than 1", change, tiny, beta2=1.5)
     refuses("lr_floor must be at most 1", change, tiny, lr_floor=2.0)
     refuses("micro_batch must divide batch_size", change, tiny, micro_batch=3)
     refuses("eval_length 33 is longer than context_length", change, tiny, eval_length=33)

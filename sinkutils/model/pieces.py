@@ -1,0 +1,327 @@
+"""Attention for a few queries at a time, with O(T d_h) memory, whatever the operation.
+
+The backward pass computes the logits of each piece once more. Its derivative is written by hand:
+autograd in each piece takes twice as long. With A_ij = f_ij / Z_i, and with dA_ij = <dout_i, v_j>,
+
+    ds_ij = f'_ij / Z_i (dA_ij - <dout_i, out_i> z_ij),    z_ij = dZ_i / df_ij
+
+where z is 1 for a sum, 0 for a Z that depends on no f, and (f_ij / Z_i)^(p - 1) for a p-norm. f, f'
+and Z are divided by one number a row, e^peak, which cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sinkutils.model.attention import LOGARITHMS, exp_minus_one, similarity
+from sinkutils.model.config import AttentionSpec
+from sinkutils.model.masks import visible
+
+BY_HAND = ("exp", "sigmoid", "elu", "linear", "relu", "softpick")  # those that `in_place` knows
+Step = Callable[[Tensor], Tensor]
+ROWS = 128  # queries in a piece
+# Logits in a piece: on a CPU, as many as a core's cache holds; on a GPU, enough to keep it busy.
+LOGITS = {"cpu": 2**18}
+LOGITS_ON_A_GPU = 2**23
+
+
+@dataclass
+class Piece:
+    """Some queries of some heads, with the keys that they see."""
+
+    rows: tuple[slice, slice, slice]  # of a tensor (B, H, T, ..)
+    keys: tuple[slice, slice, slice]  # of a tensor (B, H, S, ..)
+    # (R, E): 1 where a query sees one of the last E keys, 0 elsewhere. All see those before.
+    seen: Tensor
+    hidden: Tensor  # (R, E): 0, and -inf at hidden keys
+    first: int  # the position of the first of these keys that is no k*
+    star: int  # 1 where k* is among the keys
+
+
+def pieces(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[Piece]:
+    """All queries of q (B, H, T, D), piece by piece. k: (B, H, S, D), with k* in front if any."""
+    B, H, T, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    star = k.shape[2] - T
+    size = LOGITS.get(q.device.type, LOGITS_ON_A_GPU)
+    for start in range(0, T, ROWS):
+        stop = min(start + ROWS, T)
+        last = max(stop, min(spec.prefix, T))
+        # Without a window, all of these queries see all keys before the first of them. With one,
+        # the keys before it are left out; k* would be left out too, so that it stays with a k*.
+        first = 0
+        edge = start
+        if spec.window is not None:
+            edge = 0 if star else max(0, start - spec.window + 1)
+            first = edge
+        rows = torch.arange(start, stop, device=q.device)[:, None]
+        seen = visible(rows, torch.arange(edge, last, device=q.device), spec).to(wide)
+        hidden = seen.log()
+        together = max(1, size // ((stop - start) * (star + last - first)))  # heads
+        heads = min(together, H)
+        batches = max(1, together // H)
+        for b in range(0, B, batches):
+            for h in range(0, H, heads):
+                chosen = (slice(b, b + batches), slice(h, h + heads))
+                keys = slice(first, last + star)
+                queries = slice(start, stop)
+                yield Piece((*chosen, queries), (*chosen, keys), seen, hidden, first, star)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the loop would be unrolled
+def in_pieces(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None) -> Tensor:
+    """The output (B, H, T, E) for q, k, v after phi and g. The caller multiplies by alpha."""
+    with torch.autocast(q.device.type, enabled=False):
+        return Pieces.apply(q, k, v, spec, g)  # type: ignore[no-any-return]
+
+
+class Pieces(torch.autograd.Function):
+    """The output of `in_pieces` and its derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None
+    ) -> Tensor:
+        out = v.new_empty(*q.shape[:3], v.shape[3])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        peaks = q.new_zeros(*q.shape[:3], 1, dtype=wide)
+        totals = torch.ones_like(peaks)
+        room = rooms(q, k, 1)[0]
+        for piece in pieces(q, k, spec):
+            s = logits(q, k, spec, g, piece, room)
+            if spec.normalizer not in ("none", "length"):
+                put(peaks, piece.rows, peak_of(s, spec))
+            f, _ = in_place(s, part(peaks, piece.rows, wide), spec)
+            if spec.normalizer != "none":
+                total = normalizer(f, piece.seen, spec)
+                put(totals, piece.rows, total.masked_fill(total == 0, torch.inf))
+            if spec.similarity == "softpick":
+                f = f.relu_()
+            sums = f @ part(v, piece.keys, wide)
+            put(out, piece.rows, sums / part(totals, piece.rows, wide))
+        ctx.spec = spec
+        ctx.save_for_backward(q, k, v, g, out, peaks, totals)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        spec = ctx.spec
+        q, k, v, g, out, peaks, totals = ctx.saved_tensors
+        wide = peaks.dtype
+        scale = q.shape[-1] ** -0.5
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k, dtype=wide)
+        dv = torch.zeros_like(v, dtype=wide)
+        dg = torch.zeros_like(g, dtype=wide) if ctx.needs_input_grad[4] else None
+        room, room_2 = rooms(q, k, 2)
+        for piece in pieces(q, k, spec):
+            s = logits(q, k, spec, g, piece, room)
+            f, times_slope = in_place(s, part(peaks, piece.rows, wide), spec)
+            total = part(totals, piece.rows, wide)
+            shares = part(grad, piece.rows, wide) / total  # dout_i / Z_i
+            along = shares * part(out, piece.rows, wide)
+            delta = along.sum(dim=-1, keepdim=True)  # <dout_i, out_i> / Z_i
+            # dA_ij / Z_i, and ds_ij in the end.
+            ds = product(shares, part(v, piece.keys, wide), room_2)
+            if spec.similarity == "softpick":  # relu(f) over the sum of |f|
+                sign = f.sign()
+                ds.mul_(sign.relu())
+                ds.addcmul_(sign, delta, value=-1)
+                f = f.relu_()
+            elif spec.normalizer == "p_norm":
+                ds.addcmul_(slope_of_norm(f, total, spec), delta, value=-1)
+            elif spec.normalizer == "max_abs_sum":  # Z is constant where the sum is within 1
+                signed = f.sum(dim=-1, keepdim=True)
+                ds.sub_(delta * signed.sign() * (signed.abs() >= 1))
+            elif spec.normalizer == "sum":
+                ds.sub_(delta)
+            add_product(dv, piece.keys, f.mT, shares)
+            ds = times_slope(ds)
+            if spec.similarity == "linear":
+                ds[..., -piece.seen.shape[1] :].mul_(piece.seen)
+            if dg is not None:
+                add_along_diagonals(dg, ds, piece)
+            put(dq, piece.rows, ds @ part(k, piece.keys, wide) * scale)
+            add_product(dk, piece.keys, ds.mT, part(q, piece.rows, wide) * scale)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None if dg is None else dg.to(g.dtype)
+
+
+def part(x: Tensor, place: tuple[slice, slice, slice], dtype: torch.dtype) -> Tensor:
+    """The part of x (B, H, T, D) at a place, as a batch of matrices (heads, R, D)."""
+    return x[place].flatten(0, 1).to(dtype)
+
+
+def put(x: Tensor, place: tuple[slice, slice, slice], matrices: Tensor) -> None:
+    """Write the matrices (heads, R, D) to a place of x (B, H, T, D)."""
+    there = x[place]
+    there.copy_(matrices.view(there.shape))
+
+
+def add_product(x: Tensor, place: tuple[slice, slice, slice], a: Tensor, b: Tensor) -> None:
+    """Add the matrices a @ b, (heads, R, D), to a place of x (B, H, T, D)."""
+    there = x[place].flatten(0, 1)  # a view, as a piece has all heads or one entry of the batch
+    there.baddbmm_(a, b)
+
+
+def rooms(q: Tensor, k: Tensor, count: int) -> Tensor:
+    """Memory for the logits of a piece, `count` times: used again and again, it stays in the cache."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    size = max(LOGITS.get(q.device.type, LOGITS_ON_A_GPU), ROWS * k.shape[2])
+    return q.new_empty(count, size, dtype=wide)
+
+
+def product(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
+    """a @ b.mT, (heads, R, S), in the memory of `room`."""
+    heads, rows, keys = len(a), a.shape[1], b.shape[1]
+    result = room[: heads * rows * keys].view(heads, rows, keys)
+    return torch.bmm(a, b.mT, out=result)
+
+
+def logits(
+    q: Tensor, k: Tensor, spec: AttentionSpec, g: Tensor | None, piece: Piece, room: Tensor
+) -> Tensor:
+    """s_ij of a piece, (heads, R, S), in float32 at least. Hidden keys have f(s_ij) = 0."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = part(q, piece.rows, wide) * q.shape[-1] ** -0.5
+    s = product(queries, part(k, piece.keys, wide), room)
+    if g is not None:
+        of_heads = g[piece.rows[1]] if len(g) > 1 else g
+        own = s[..., piece.star :].unflatten(0, (-1, len(of_heads)))  # k* has no position
+        own.add_(by_distance(of_heads, piece, *own.shape[-2:]))
+    if spec.logit_bias != 0:
+        s.add_(spec.logit_bias)
+    # A mask by multiplication and addition is ten times as fast as `masked_fill` is on a CPU.
+    edge = s[..., -piece.seen.shape[1] :]
+    if spec.hidden_is_zero:
+        edge.mul_(piece.seen)
+    else:
+        edge.add_(piece.hidden)
+    return s
+
+
+def by_distance(g: Tensor, piece: Piece, rows: int, keys: int) -> Tensor:
+    """g(i - j) of a piece, (1 or heads, R, S), from g (1 or heads, >= T); see `added_to_logits`."""
+    ahead = piece.rows[2].start + rows - piece.first  # the largest distance and one more
+    line = g[:, :ahead].flip(-1)
+    later = g[:, :1].expand(-1, rows + keys - 1 - ahead)  # keys after the query: as distance 0
+    line = torch.cat([line, later], dim=-1)  # (1 or heads, R + S - 1), from far to near
+    return line.unfold(-1, keys, 1).flip(1)
+
+
+def add_along_diagonals(dg: Tensor, ds: Tensor, piece: Piece) -> None:
+    """Add the gradient ds (heads, R, S) of the logits to that of g, distance by distance."""
+    ds = ds[..., piece.star :]
+    heads, rows, keys = ds.shape
+    width = rows + keys - 1
+    # Row i, shifted to the right by R - 1 - i, has equal distances below each other.
+    shifted = ds.new_zeros(heads, rows, width)
+    place = shifted.as_strided(ds.shape, (rows * width, width - 1, 1), rows - 1)
+    place.copy_(ds)
+    line = shifted.sum(dim=1)  # (heads, R + S - 1), from far to near
+    of_heads = dg[piece.rows[1]] if len(dg) > 1 else dg
+    line = line.unflatten(0, (-1, len(of_heads))).sum(dim=0)
+    ahead = piece.rows[2].start + rows - piece.first
+    of_heads[:, :ahead] += line[:, :ahead].flip(-1)
+    of_heads[:, 0] += line[:, ahead:].sum(dim=-1)
+
+
+def peak_of(s: Tensor, spec: AttentionSpec) -> Tensor:
+    """The number that is subtracted from the logits of a row, (heads, R, 1)."""
+    own_log = LOGARITHMS.get(spec.similarity) if spec.similarity not in BY_HAND else None
+    top = (own_log(s) if own_log else s).amax(dim=-1, keepdim=True)
+    top = top.masked_fill(~top.isfinite(), 0)  # in a row that sees no key
+    if spec.similarity in ("sigmoid", "elu"):
+        # Both are e^s below -60, to the last digit of float64. A row far below is moved up to
+        # there, which multiplies its f by one number, and no other row is moved.
+        peak = (top + 60).clamp(max=0)
+    elif spec.similarity == "softpick":
+        peak = top.clamp(min=0)
+    elif spec.similarity == "exp" or own_log:
+        peak = top
+    else:
+        peak = torch.zeros_like(top)
+    if spec.normalizer == "max_abs_sum":  # Z is at least 1, so e^peak must be, too
+        peak = peak.clamp(min=0)
+    return peak
+
+
+def in_place(s: Tensor, peak: Tensor, spec: AttentionSpec) -> tuple[Tensor, Step]:
+    """f / e^peak, in the memory of the logits s, and a step that multiplies by its derivative.
+
+    softpick's f is e^s - 1 here. (`torch.where` takes thirty times as long as one of these steps on
+    a CPU.)
+    """
+    if spec.similarity == "exp":
+        f = exp_in_place(s.sub_(peak))
+        return f, lambda ds: ds.mul_(f)
+    if spec.similarity == "sigmoid":
+        f = s.sub_(peak).sigmoid_()
+        return f, lambda ds: torch.ops.aten.sigmoid_backward(ds, f)
+    if spec.similarity == "elu":
+        slope = exp_in_place(s.sub_(peak).clamp(max=0))
+        return s.relu_().add_(slope), lambda ds: ds.mul_(slope)
+    if spec.similarity == "softpick":
+        return exp_minus_one(s, peak), lambda ds: ds.mul_(s.sub_(peak).exp_())
+    if spec.similarity == "linear":
+        return s, lambda ds: ds
+    if spec.similarity == "relu":
+        f = s.relu_()
+        return f, lambda ds: ds.mul_(f.sign())
+    with torch.enable_grad():  # a similarity of the user's own
+        inputs = s.detach().requires_grad_()
+        log = LOGARITHMS.get(spec.similarity)
+        f = (log(inputs) - peak).exp() if log else similarity(inputs, spec)
+        (slope,) = torch.autograd.grad(f.sum(), inputs)
+    return f.detach(), lambda ds: ds.mul_(slope)
+
+
+def exp_in_place(x: Tensor) -> Tensor:
+    """e^x in the memory of x, and 0 where it is hardly a normal number, as for much of ALiBi.
+
+    On a CPU, `exp` takes twenty times as long where its result is 0, and two hundred times as long
+    where it lies below the smallest normal number.
+    """
+    least = math.log(torch.finfo(x.dtype).tiny) + 7
+    powers = x.clamp_(min=least).exp_()
+    return F.threshold(powers, math.exp(least + 1), 0.0, inplace=True)
+
+
+def normalizer(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
+    """Z_i / e^peak, (heads, R, 1), from the f of a piece; see `attention.normalizer`."""
+    if spec.normalizer == "length":
+        before = f.shape[-1] - seen.shape[-1]
+        count = seen.sum(dim=-1, keepdim=True) + before
+        return count.expand(len(f), -1, -1).contiguous()
+    if spec.normalizer == "p_norm":  # of shares of the largest, whose powers do not overflow
+        top = f.amax(dim=-1, keepdim=True)
+        share = f.div(at_least_tiny(top)).relu_()
+        return top * share.pow_(spec.p).sum(dim=-1, keepdim=True).pow(1 / spec.p)
+    if spec.similarity == "softpick":
+        return f.abs().sum(dim=-1, keepdim=True)
+    total = f.sum(dim=-1, keepdim=True)
+    if spec.normalizer == "max_abs_sum":
+        return total.abs().clamp(min=1)
+    return total
+
+
+def slope_of_norm(f: Tensor, total: Tensor, spec: AttentionSpec) -> Tensor:
+    """z of a p-norm, (f_ij / Z_i)^(p - 1). Like `attention._power` it is 0 unless f is positive."""
+    share = f / at_least_tiny(total)
+    power = at_least_tiny(share).pow_(spec.p - 1)  # finite for p < 1 as well
+    if spec.similarity in ("exp", "sigmoid", "elu", "relu"):
+        return power  # where f is 0, so is its derivative, by which this is multiplied
+    return power.mul_(share.sign().relu_())
+
+
+def at_least_tiny(x: Tensor) -> Tensor:
+    """x, and the smallest normal number where x is below it."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)
