@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "measure": (HERE, "measure the attention sink of causal language models"),
     "report": (HERE, "write a page about a model, as one self-contained HTML file"),
+    "lab": (HERE, "write the lab's page with a model of yours in it, as one HTML file"),
     "models": (HERE, "list the real language models that pip can install, or install them"),
     "claims": (STUDY, "print the ledger: every claim and its verdict"),
     "run": (HERE, "execute every notebook headlessly with papermill"),
@@ -255,6 +256,38 @@ def report_command(options: argparse.Namespace) -> None:
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
     replace_file(options.output, page.encode())
     print(f"written: {options.output}")
+
+
+def lab_options(command: Parser) -> None:
+    add_records(command)
+    add_loading(command)
+    add = command.add_argument
+    add("model", help=MODEL)
+    add("texts", nargs="*", metavar="text", help="what the model reads, or FILE with --text")
+    add("-T", "--length", type=count, default=64, help="tokens of a text (default: 64, the most)")
+    add("-o", "--output", type=Path, default=Path("lab.html"), help="(default: lab.html)")
+
+
+def lab_command(options: argparse.Namespace) -> None:
+    """Write the lab's page with a model of yours in it, as one HTML file."""
+    from sinkutils.checks import require
+    from sinkutils.measuring.texts import read_texts
+    from sinkutils.names import subject
+    from sinkutils.paths import replace_file, replaceable
+    from sinkutils.plots.lab import TOKENS, lab_of_model
+
+    folder = replaceable(options.output).parent
+    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
+    require(3 <= options.length <= TOKENS, f"--length must be 3 to {TOKENS}, got {options.length}")
+    texts = list(options.texts)
+    if options.text:
+        read = read_texts(options.text)
+        texts += read if isinstance(read, list) else read[0]  # of a large file its beginning
+    require(len(texts) > 0, "give at least one text, or a file of texts with --text")
+    loaded = subject(options.model, **chosen(options, "device", "dtype", "runs"))
+    page = lab_of_model(loaded, texts, options.length)
+    replace_file(options.output, page.encode())
+    print(f"written: {options.output} ({len(page.encode()) / 1e6:.1f} MB)")
 
 
 def models_options(command: Parser) -> None:

@@ -5,6 +5,7 @@
   "laptop fixed_1 0 snapshots=0,200,500,1000,2000,4000,8000,12000". Its lab-<n>.tar holds them. Without
   them the page keeps its weights.
 - Maps of the real models for the sentences in texts.yaml: `make models` installs the two.
+- The text that a model reads which grows in the page: the docstrings of this package, as they are now.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import zlib
 import numpy as np
 import torch
 import torch.nn.functional as F
-from make_lab import LAB, PAGE, data_of, write_page
+from make_lab import PAGE, data_of, write_page
 from safetensors.numpy import load_file
 
 import sinkutils as su
 from sinkutils.paths import read_yaml
 from sinkutils.plots.figures import token_label
 from sinkutils.plots.interactive import maps_of
+from sinkutils.plots.lab import SOURCES, own_text
+from sinkutils.plots.lab import packed as deflated
 from sinkutils.study.config import RunConfig
 from sinkutils.study.task import fix_position
 
-CHECKPOINTS = LAB.parents[1] / "data" / "lab"
+CHECKPOINTS = PAGE.parents[2] / "data" / "lab"
 MODELS = ("fixed_1", "k_bias", "sigmoid", "default", "learnable_random_1_unscored")
 REAL = ("smollm2", "gemma-3-270m")
 # How far apart the levels of a weight are, in standard deviations of its tensor; the first name that
@@ -127,22 +130,23 @@ def real_models(sentences: list[str]) -> dict:
         for sentence in sentences:
             plain = words.encode(sentence, add_special_tokens=False)
             for ids in (plain, [words.bos_token_id, *plain]):
-                weights, shades = maps_of(model, torch.tensor([ids]), heads)
+                weights, shades = maps_of(model, torch.tensor([ids]), heads, len(ids))
                 alpha = weights[0, :, :, 0].mean(axis=-1).astype(float).round(4).tolist()
                 labels = [token_label(token, words) for token in ids]
                 texts.append({"labels": labels, "alpha": alpha})
                 maps.append(shades)
-        models[name] = {"H": H, "texts": texts, "packed": packed(maps)}
+        models[name] = {"H": H, "texts": texts, "packed": packed(maps), "withBos": True}
     return models
 
 
 def main() -> None:
     data = data_of(PAGE.read_text(encoding="utf-8"))
-    sentences = read_yaml(LAB / "texts.yaml")["sentences"]
+    sentences = read_yaml(SOURCES / "texts.yaml")["sentences"]
     if data["sentences"] != sentences:
         data |= {"sentences": sentences, "real": real_models(sentences)}
     if CHECKPOINTS.exists():
         data["models"], data["rounding"] = small_models()
+    data["text"] = deflated([own_text().encode()])
     write_page(data)
 
 

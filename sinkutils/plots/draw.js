@@ -5,6 +5,14 @@
 
 // The lab has others where a page is dark.
 const TONES = { ink: "#222222", grey: "#707070", light: "#b8b8b8", ground: "#ffffff" };
+// The words in pictures, which the lab has in other languages too.
+const WORDS = { point: ".", attention: "attention", own: "own key", share: "share of attention",
+  block: "block", everyHead: "Attention of every head to the first token",
+  head: "Head {head} of block {block}: α₁ = {alpha}", gives: "It gives {list}.",
+  to: "{share} to {key}", toOwn: "the key of its own", logit: "logit", logitOf: "logit of {key}",
+  with: "softmax with {key}", spent: "spent on the other keys", length: "length of the output" };
+const say = (words, values) => words.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+const two = (number) => number.toFixed(2).replace(".", WORDS.point); // decimals
 const SANS = "DejaVu Sans, Verdana, sans-serif", MONO = "DejaVu Sans Mono, monospace";
 
 function add(parent, tag, values = {}, words = "") {
@@ -65,28 +73,31 @@ function squares(parent, rows, columns, side, share) {
   paths.forEach((d, fill) => add(parent, "path", { fill, d }));
 }
 
-// Shares of a causal map that was stored as shades of the palette, row by row from `start` on.
-const stored = (shades, start) => (i, j) =>
-  (shades[start + i * (i + 1) / 2 + j] / (DATA.palette.length - 1)) ** 2;
+// Shares of a causal map that was stored row by row from `start` on, as so many levels of their
+// square roots: shades of the palette, or finer.
+const stored = (shades, start, levels = DATA.palette.length) => (i, j) =>
+  (shades[start + i * (i + 1) / 2 + j] / (levels - 1)) ** 2;
 
 const nameOf = (head, H, alpha, block = 1 + Math.floor(head / H)) =>
-  `Head ${head % H + 1} of block ${block}: α₁ = ${alpha[head].toFixed(2)}`;
+  say(WORDS.head, { head: head % H + 1, block, alpha: two(alpha[head]) });
 
 // Which shade is how much: shades are of square roots, and so the ticks stand at them.
 function drawScale(svg, x, y) {
   const wide = 110, font = { "font-size": 10, fill: TONES.grey, "text-anchor": "middle" };
   const step = wide / DATA.palette.length;
-  write(svg, "attention", x, y + 8, { ...font, "text-anchor": "start" });
+  write(svg, WORDS.attention, x, y + 8, { ...font, "text-anchor": "start" });
   DATA.palette.forEach((fill, i) => box(svg, x + i * step, y + 12, step + 0.3, 9, { fill }));
   for (const share of [0, 0.1, 0.5, 1]) {
-    write(svg, share, x + wide * Math.sqrt(share), y + 31, font);
+    write(svg, String(share).replace(".", WORDS.point), x + wide * Math.sqrt(share), y + 31, font);
   }
 }
 
-// One head's map: a row a query, a column a key. Returns which query stands at a point of it.
-function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 }) {
+// One head's map: a row a query, a column a key; a cell of the row may be framed. Returns which
+// query and key stand at a point of it: key STAR is that of the head's own, undefined is none.
+const STAR = -1;
+function drawMap(holder, { labels, share, starAt, title, query, key, width, sink = 0 }) {
   const T = labels.length, names = labels.map((label) => short(label, width < 400 ? 7 : 10));
-  const longest = Math.max(...[...names, "own key"].map((name) => name.length));
+  const longest = Math.max(...[...names, WORDS.own].map((name) => name.length));
   const columns = T + (starAt ? 2 : 0); // the own key's, and a gap
   const side = Math.max(9.4, Math.min(24, (width - 7.5 * longest - 12) / columns));
   const size = Math.max(10, Math.min(12, side)), font = { "font-size": size, "font-family": MONO };
@@ -114,7 +125,7 @@ function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 
   };
   if (starAt) {
     squares(add(svg, "g", { transform: `translate(${room} ${top})` }), T, 1, side, starAt);
-    column("own key", room);
+    column(WORDS.own, room);
     frame(room, DATA.colors.star);
   }
   const seen = (i, j) => (j > i ? undefined : share(i, j));
@@ -123,9 +134,16 @@ function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 
   drawScale(svg, wide - 122, top + 2); // in the empty corner, where keys come after their query
   box(svg, room, top + side * query, left - room + side * (query + 1), side,
     { fill: "none", stroke: TONES.ink, "stroke-width": 1.5 });
+  if (key !== undefined) {
+    const x = key === STAR ? room : left + side * key;
+    box(svg, x, top + side * query, side, side, { fill: "none", stroke: TONES.ink, "stroke-width": 3 });
+  }
   return (event) => {
-    const row = Math.floor((pointIn(svg, event)[1] - top) / side);
-    return row >= 0 && row < T ? row : query;
+    const [x, y] = pointIn(svg, event), row = Math.floor((y - top) / side);
+    const inRow = row >= 0 && row < T, column = Math.floor((x - left) / side);
+    const own = starAt && x >= room && x < room + side;
+    const seen = column >= 0 && column <= row ? column : undefined;
+    return { query: inRow ? row : query, key: inRow ? (own ? STAR : seen) : undefined };
   };
 }
 
@@ -133,9 +151,10 @@ function drawMap(holder, { labels, share, starAt, title, query, width, sink = 0 
 function looksAt({ labels, share, starAt, query }) {
   const keys = labels.slice(0, query + 1)
     .map((label, j) => [`“${label}” (${j + 1})`, share(query, j)]);
-  if (starAt) keys.push(["the key of its own", starAt(query)]);
+  if (starAt) keys.push([WORDS.toOwn, starAt(query)]);
   const most = keys.sort((a, b) => b[1] - a[1]).slice(0, 3);
-  return `It gives ${most.map(([key, value]) => `${value.toFixed(2)} to ${key}`).join(", ")}.`;
+  const parts = most.map(([key, value]) => say(WORDS.to, { share: two(value), key }));
+  return say(WORDS.gives, { list: parts.join(", ") });
 }
 
 // What the token at `sink` gets from even attention: a mean over the queries that see it.
@@ -145,7 +164,7 @@ const evenShare = (T, sink = 0) =>
 // Every head as a dot over its block, at the height of the attention that it gives; green diamonds:
 // to a key of its own; rings: before, or after. Returns which head is at a point, or -1.
 function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, threshold, T, sink, width,
-  name = "Attention of every head to the first token", color = DATA.colors.first }) {
+  name = WORDS.everyHead, color = DATA.colors.first }) {
   const rows = alpha.length / H, many = rows > 6, size = many ? 2.4 : 5;
   const left = 48, right = width - 6, top = 12, high = 168;
   const svg = picture(holder, width, top + high + 30, name);
@@ -154,11 +173,11 @@ function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, thresh
   const x = (head) => across(Math.floor(head / H) + (head % H + 0.8) / (H + 0.6));
   for (const share of [0, 0.5, 1]) {
     line(svg, left, y(share), right, y(share));
-    write(svg, share, left - 6, y(share) + 4, { "text-anchor": "end", fill: TONES.grey });
+    write(svg, String(share).replace(".", WORDS.point), left - 6, y(share) + 4, { "text-anchor": "end", fill: TONES.grey });
   }
   add(svg, "text", { transform: `translate(13 ${y(0.5)}) rotate(-90)`, "text-anchor": "middle",
-    fill: TONES.grey }, "share of attention");
-  write(svg, "block", 4, top + high + 22, { fill: TONES.grey });
+    fill: TONES.grey }, WORDS.share);
+  write(svg, WORDS.block, 4, top + high + 22, { fill: TONES.grey });
   for (let row = 0; row < rows; row += many ? Math.ceil(rows / 10) : 1) {
     write(svg, blocks ? blocks[row] : row + 1, across(row + 0.5), top + high + 22,
       { "text-anchor": "middle", fill: TONES.grey });

@@ -67,8 +67,9 @@ const KINDS = {
       show();
     };
     map.onpointermove = map.onclick = (event) => {
-      if (queryAt(event) === query) return;
-      ofQuery.value = query = queryAt(event);
+      const { query: under } = queryAt(event);
+      if (under === query) return;
+      ofQuery.value = query = under;
       show();
     };
     show();

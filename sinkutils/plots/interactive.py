@@ -218,20 +218,24 @@ def explore(
 
 
 def maps_of(
-    model: nn.Module, ids: Ids, heads: Sequence[tuple[int, int]], length: int
+    model: nn.Module,
+    ids: Ids,
+    heads: Sequence[tuple[int, int]],
+    length: int,
+    steps: int = len(PALETTE),
 ) -> tuple[np.ndarray, bytes]:
     """The attention maps of some heads, as numbers and as bytes for the script.
 
     heads: (layer, head) pairs. length: T, of the beginning of each text that is shown.
     Returns the weights, (texts, heads, T, T), and their causal halves, row by row, with one byte per
-    weight: an index into PALETTE.
+    weight: its square root in so many even steps, which are by default indices into PALETTE.
     """
     kept = measure(model, ids, heads=heads, norms=False).kept
     # Attention is causal: a map begins as that of the text's beginning does.
     maps = [kept[head].map[:, :length, :length] for head in heads]
     weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
     roots = np.sqrt(np.clip(weights, 0, 1))  # the same square-root scale as `attention_map`
-    levels = roots * (len(PALETTE) - 1)
+    levels = roots * (steps - 1)
     shades = np.rint(levels).astype(np.uint8)
     queries, keys = np.tril_indices(length)
     causal = shades[..., queries, keys]  # (texts, heads, T (T + 1) / 2)

@@ -22,15 +22,16 @@ function makeToy(table, { names, low, high, values }) {
   const outputs = () => [0, 1, 2].map(() => make("output", {}));
 
   table.style.cssText = "color:inherit;font-size:14px;border-collapse:collapse";
-  const titles = addRow("", "logit", "", "softmax", "sigmoid", `softmax with ${names[0]}`);
+  const titles = addRow("", WORDS.logit, "", "softmax", "sigmoid",
+    say(WORDS.with, { key: names[0] }));
   titles.style.fontWeight = "bold";
   const sliders = names.map((name) => make("input", { type: "range", min: low, max: high, step: 0.5,
-    ariaLabel: `logit of ${name}`, oninput: show }));
+    ariaLabel: say(WORDS.logitOf, { key: name }), oninput: show }));
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
   sliders.forEach((slider) => { slider.style.width = "var(--slider, min(120px, 15vw))"; });
   const spent = outputs(), lengths = outputs();
-  addRow("spent on the other keys", ...spent).cells[0].colSpan = 3;
-  if (values) addRow("length of the output", ...lengths).cells[0].colSpan = 3;
+  addRow(WORDS.spent, ...spent).cells[0].colSpan = 3;
+  if (values) addRow(WORDS.length, ...lengths).cells[0].colSpan = 3;
 
   // How long the output is: the sum of all values, each times its weight.
   const lengthOf = (weights) => Math.hypot(
@@ -48,12 +49,12 @@ function makeToy(table, { names, low, high, values }) {
         Object.assign(bar.style, { display: "inline-block", height: "12px", width, background });
         const isThere = i > 0 || column === 2; // only the last column has the key of its own
         row.cells[3 + column].style.whiteSpace = "nowrap";
-        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${weights[i].toFixed(2)}` : "–");
+        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${two(weights[i])}` : "–");
       });
     });
     columns.forEach((weights, column) => {
-      spent[column].textContent = sum(weights.slice(1)).toFixed(2);
-      if (values) lengths[column].textContent = lengthOf(weights).toFixed(2);
+      spent[column].textContent = two(sum(weights.slice(1)));
+      if (values) lengths[column].textContent = two(lengthOf(weights));
     });
   }
   return (logits) => {

@@ -36,9 +36,14 @@ function makeTokenizer(vocabulary, merges) {
       parts = merged;
     }
   };
+  const known = new Map(); // a text has few words, many times
+  const idsOf = (word) => {
+    if (!known.has(word)) known.set(word, idsOfWord(word));
+    return known.get(word);
+  };
   return {
-    encode: (text) =>
-      (text.slice(0, LONGEST).match(new RegExp(WORD, "gu")) ?? []).flatMap(idsOfWord),
+    encode: (text, most = LONGEST) =>
+      (text.slice(0, most).match(new RegExp(WORD, "gu")) ?? []).flatMap(idsOf),
     // A token as it is written, its blanks made visible; bytes that are no character as numbers.
     label: (id) => {
       if (id <= FIXED) return vocabulary[id];
@@ -68,6 +73,8 @@ async function weightsOf(set, models, known) {
   const { base, packed, scales, shares } = sets[step], weights = {};
   const before = base ? await weightsOf(base, models, known) : {};
   const integers = new Int8Array(await inflate(packed));
+  const wanted = tensors.reduce((sum, [, rows, columns]) => sum + rows * columns, 0);
+  if (integers.length !== wanted) throw Error(`${integers.length} weights in place of ${wanted}`);
   let start = 0;
   tensors.forEach(([name, rows, columns], which) => {
     const values = weights[name] = Float32Array.from(before[name] ?? { length: rows * columns });
@@ -182,12 +189,40 @@ function gated(up, T, F) {
   });
 }
 
-// ids -> {maps (L, H, T, T), stars (L, H, T) of k*, spent (L, H, T), alpha (L, H), losses (T - 1)}.
-// edits: {hide, flat: whether; element: a factor}. alpha: to the token at `sink`, a mean over the
-// queries that see it. Weights of a sigmoid need not sum to one: `spent` is their sum, and maps,
-// stars and alpha are shares of it, as su.measure has them.
-function forward(weights, config, ids, edits, sink = 0) {
-  const { L, H, D, F, learned, sigmoid } = config, d = H * D, T = ids.length;
+// Each head's output, (T, d), times a number between 0 and 1 that its token gives. Returns those.
+function openGates(W, x, out, T, { H, D }) {
+  const gates = linear(W, x, T, H * D).map((s) => 1 / (1 + Math.exp(-s)));
+  out.forEach((value, i) => { out[i] = value * gates[Math.floor(i / D)]; });
+  return gates;
+}
+
+// The most likely tokens after each of T, the first the likeliest: {ids, shares} of `many` a token.
+function likeliest(logits, T, many) {
+  const V = logits.length / T, ids = [], shares = [];
+  for (let t = 0; t < T; t++) {
+    const row = logits.subarray(t * V, (t + 1) * V), peak = Math.max(...row);
+    const sum = row.reduce((total, s) => total + Math.exp(s - peak), 0);
+    for (let n = 0, left = row.slice(); n < many; n++) {
+      const best = left.indexOf(Math.max(...left));
+      left[best] = -Infinity;
+      ids.push(best);
+      shares.push(Math.exp(row[best] - peak) / sum);
+    }
+  }
+  return { ids, shares };
+}
+
+const NEXT = 3; // tokens that are shown as what may come next
+
+// ids -> {maps (L, H, T, T), stars (L, H, T) of k*, spent (L, H, T), alpha (L, H), losses (T - 1),
+// next: see `likeliest`}. edits: {hide, flat: whether; element: a factor}. alpha: to the token at
+// `sink`, a mean over the queries that see it. Weights of a sigmoid need not sum to one: `spent` is
+// their sum, and maps, stars and alpha are shares of it, as su.measure has them.
+// watch: a head (from 0, over all blocks), whose q, k, v and output, (T, D) each, are returned too,
+// with its key of its own and, a number a token, its gate.
+function forward(weights, config, ids, edits, sink = 0, watch = -1) {
+  const { L, H, D, F, learned, sigmoid, gate } = config, d = H * D, T = ids.length;
+  let watched;
   const maps = new Float32Array(L * H * T * T), alpha = new Float32Array(L * H);
   const stars = new Float32Array(L * H * T), spent = new Float32Array(L * H * T).fill(1);
   const h = new Float32Array(T * d);
@@ -207,7 +242,18 @@ function forward(weights, config, ids, edits, sink = 0) {
       if (sigmoid) spent[at] = sum;
       if (t >= sink) alpha[layer * H + head] += row[sink] / sum / (T - sink);
     };
-    const out = attention(q, k, v, T, config, of("attention.key_bias"), edits.hide, keep);
+    const star = of("attention.key_bias");
+    const out = attention(q, k, v, T, config, star, edits.hide, keep);
+    if (Math.floor(watch / H) === layer) {
+      const of = (rows) => Float32Array.from({ length: T * D },
+        (_, i) => rows[Math.floor(i / D) * d + (watch % H) * D + i % D]);
+      const own = star?.slice((watch % H) * D, (watch % H + 1) * D);
+      watched = { q: of(q), k: of(k), v: of(v), out: of(out), star: own };
+    }
+    const gates = gate && openGates(of("attention.gate.weight"), x, out, T, config);
+    if (watched && gates) {
+      watched.gates ??= gates.filter((_, i) => i % H === watch % H);
+    }
     addToState(linear(of("attention.out.weight"), out, T, d));
     const up = linear(of("ffn.up.weight"), rmsNorm(h, of("norm_2.weight"), T), T, d);
     addToState(linear(of("ffn.down.weight"), gated(up, T, F), T, F));
@@ -219,18 +265,24 @@ function forward(weights, config, ids, edits, sink = 0) {
     const peak = Math.max(...row), sum = row.reduce((total, s) => total + Math.exp(s - peak), 0);
     return peak + Math.log(sum) - row[id]; // nats of the token after t
   });
-  return { maps, stars, spent, alpha, losses };
+  return { maps, stars, spent, alpha, losses, next: likeliest(logits, T, NEXT), watched };
 }
 
 // ---- the worker: it is told of the models once, and then answers requests by their number
 
-if (typeof WorkerGlobalScope !== "undefined") {
+// A model that grows in the page sends its weights; `set` then names them, as "model/step".
+function answerRequests() {
   const known = new Map();
   let models;
-  self.onmessage = async ({ data: { number, set, config, ids, edits, sink, ...rest } }) => {
+  self.onmessage = async ({ data: { number, set, config, ids, edits, sink, watch, ...rest } }) => {
     models ??= rest.models;
-    if (!set) return;
-    const weights = await weightsOf(set, models, known);
-    self.postMessage({ number, ...forward(weights, config, ids, edits, sink) });
+    if (rest.grown) known.set(set, rest.grown);
+    if (!ids) return;
+    try {
+      const weights = await weightsOf(set, models, known);
+      self.postMessage({ number, ...forward(weights, config, ids, edits, sink, watch) });
+    } catch (error) { // such as weights that were damaged on their way
+      self.postMessage({ number, error: `${set}: ${error.message}` });
+    }
   };
 }

@@ -1,0 +1,178 @@
+"""The lab: one HTML page that shows attention sinks live, without a network.
+
+Its sources are in `lab_page/`. docs/lab puts the study's models into it; `lab_of_model` records a
+model of yours, for a page of its own. A small model can be grown in either.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sinkutils.checks import integer, require
+from sinkutils.measuring import surgery
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.probes import BOS, X_FIX, Subject
+from sinkutils.measuring.report import Report
+from sinkutils.measuring.tokenizer import bos_id, encode, special_ids
+from sinkutils.paths import PACKAGE, read_yaml
+from sinkutils.plots.figures import token_label
+from sinkutils.plots.interactive import PALETTE, SCRIPTS, maps_of
+from sinkutils.plots.theme import COLORS, json_in_html, printable
+
+SOURCES = Path(__file__).with_name("lab_page")
+TOKENS = 64  # of a text in the page, which its pictures are made for
+LEVELS = 256  # of a recorded weight's square root: a byte
+MOST = 20  # texts in a page
+NEAREST = 10  # the most extra attention is looked for at so many first tokens
+
+
+def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -> str:
+    """The lab's page with a model of yours: what it attends to in some texts, recorded.
+
+    Recorded are every head's map, the norms of values, the likeliest next tokens as the model is
+    and, where `surgery` can operate on it, without the first key and with the largest element set
+    back, and a report. In the page a small model can be grown beside it.
+    texts: at least one. In front stands what training put there: x_fix, a BOS or nothing.
+    length: how many tokens of each text are read, at most 64.
+    Raises ValueError like `measure`, and for a text of fewer than 3 tokens.
+    """
+    length = integer("length", length, least=3, most=TOKENS)
+    require(0 < len(texts) <= MOST, f"the page has room for 1 to {MOST} texts, got {len(texts)}")
+    require(len({*texts}) == len(texts), "give each text once")
+    model = subject.model
+    tokenizer = subject.tokenizer
+    start = first_tokens(subject)
+    recorded: list[dict[str, Any]] = []
+    maps: list[bytes] = []
+    rows: list[dict[str, Any]] = []
+    for text in texts:
+        ids = torch.tensor([start + encode(tokenizer, text)])[:, :length]
+        T = ids.shape[1]
+        require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}")
+        report = measure(model, ids, targets=range(1, min(NEAREST, T) + 1))
+        count = report.alpha.shape[-1]
+        heads = [(layer, head) for layer in report.layers for head in range(count)]
+        weights, shades = maps_of(model, ids, heads, T, LEVELS)
+        labels = [token_label(token, tokenizer) for token in ids[0].tolist()]
+        alpha = weights[0, :, :, 0].mean(axis=-1)  # (heads,)
+        shown = {"labels": labels, "alpha": decimals(alpha, 4)}
+        shown["said"] = said_next(model, ids, tokenizer, report)
+        if report.value_norms is not None:
+            shown["norms"] = decimals(report.value_norms, 3)
+        recorded.append(shown)
+        maps.append(shades)
+        rows.append(report_row(report, labels))
+    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(maps)}
+    first = int(np.argmax(recorded[0]["alpha"])) + 1  # the head that is shown first
+    data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
+    data["words"] = {"own": {"title": printable(subject.name), "about": "", "head": first}}
+    return page_of(data | {"text": packed([own_text().encode()])})
+
+
+def first_tokens(subject: Subject) -> list[int]:
+    """What stands before a text, as in training: x_fix, a BOS or nothing."""
+    tokenizer = subject.tokenizer
+    if X_FIX in subject.firsts and subject.fixed_position == 1:
+        return [special_ids(tokenizer, subject.name)["fix_id"]]
+    if subject.bos_in_training and BOS in subject.firsts:
+        return [bos_id(tokenizer)]
+    return []
+
+
+def decimals(values: Any, digits: int) -> Any:
+    """Numbers for JSON, as lists, rounded to so many decimals."""
+    return np.asarray(values, dtype=float).round(digits).tolist()
+
+
+def said_next(
+    model: nn.Module, ids: Tensor, tokenizer: Any, report: Report
+) -> list[dict[str, Any]]:
+    """What the model says after each token: as it is, without the first key, with its largest
+    element set back.
+
+    Of each: the likeliest token, and the probability of the one that the text has; as the model is
+    also the probability of the likeliest. What `surgery` refuses of this model is left out.
+    """
+    block = 0  # after which the largest element first stands, at half its size or more
+    if report.first_elements is not None:
+        largest = report.first_elements.amax(dim=1)  # (blocks,)
+        block = int((largest >= largest.max() / 2).nonzero()[0])
+    operations: dict[str, Callable[..., surgery.Outcome]] = {
+        "words_untouched": surgery.untouched,
+        "words_hidden": surgery.hide,
+        "words_set_back": partial(surgery.set_back, block=block),
+    }
+    rows = []
+    for row, operation in operations.items():
+        try:
+            outcome = operation(model, ids)
+        except ValueError:
+            continue
+        tokens = [token_label(token, tokenizer) for token in outcome.predicted[0].tolist()]
+        shares = outcome.losses[0].neg().exp()
+        rows.append({"row": row, "tokens": tokens, "shares": decimals(shares, 4)})
+    return rows
+
+
+def report_row(report: Report, labels: Sequence[str]) -> dict[str, Any]:
+    """What the page's report says of a text."""
+    by_place = {k: report.excess(k) for k in report.targets}
+    most = max(by_place, key=by_place.__getitem__)
+    numbers = report.summary()
+    row: dict[str, Any] = {"sink": f"{numbers['sink_1']:.1f}", "excess": f"{by_place[1]:.2f}"}
+    row["most"] = {"token": labels[most - 1], "place": most, "excess": f"{by_place[most]:.2f}"}
+    row["tokens"] = len(labels)
+    if "element" in numbers:
+        row["element"] = f"{numbers['element']:.0f}"
+    if "value_ratio" in numbers:
+        row["value"] = f"{numbers['value_ratio']:.2f}"
+    return row
+
+
+def packed(parts: Sequence[bytes]) -> str:
+    """Deflated, in letters of base 64: what `inflate.js` reads."""
+    return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
+
+
+def own_text() -> str:
+    """The docstrings of this package, cut by a zero: what a model that grows in the page reads."""
+    texts = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                texts.append(ast.get_docstring(node) or "")
+    return "\0".join(text for text in texts if text)
+
+
+def page_of(data: dict[str, Any]) -> str:
+    """The page with these models: words, sources and data in their places."""
+    english = read_yaml(SOURCES / "texts.yaml")
+    texts = {"en": {name: english[name] for name in ("language", "page", "said")}}
+    for file in sorted(SOURCES.glob("texts.*.yaml")):
+        texts[file.suffixes[0][1:]] = read_yaml(file)
+    tokenizer = json.loads((SOURCES / "tokenizer.json").read_text(encoding="utf-8"))
+    whole = {"palette": PALETTE, "colors": COLORS, "tokenizer": tokenizer, "texts": texts}
+    whole |= {"words": english["models"], "samples": english["samples"], "tour": []}
+    if data["models"]:  # the tour is one through the study's models
+        whole["tour"] = english["tour"]
+    parts = {"data": json_in_html(whole | data), "noscript": english["page"]["noscript"]}
+    shared = [Path(__file__).with_name(name) for name in SCRIPTS]
+    for file in (*shared, *SOURCES.glob("*.js"), SOURCES / "style.css"):
+        parts[file.name] = file.read_text(encoding="utf-8")
+    page = (SOURCES / "page.html").read_text(encoding="utf-8")
+    # English stands in the page itself, so that it can be read before its scripts run.
+    page = re.sub(r'data-say="(\w+)">', lambda name: name[0] + english["page"][name[1]], page)
+    return re.sub(r"\[\[(\S+?)\]\]", lambda name: parts[name[1]], page)
