@@ -369,7 +369,7 @@ def in_range(logits: Tensor, spec: AttentionSpec) -> Tensor:
             sim = divide(sim, peak)
         return sim
     # f / max f is computed as exp(log f - max log f), which cannot overflow.
-    logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
+    logs: Tensor = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
     peak = logs.amax(-1, keepdim=True).detach()
     peak = peak.masked_fill(~peak.isfinite(), 0)  # in a row that sees no key
     if spec.normalizer == "max_abs_sum":  # Z_i is at least 1, so e^peak must be, too

@@ -176,10 +176,12 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
     # The backward pass computes one head at a time once more, so that phi and the sums of the
     # others take no memory.
     heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
-    outs = []
+    outs: list[Tensor] = []
     for head in heads:
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        outs.append(checkpoint(_linear_head, *head, spec, extras, **options))
+        out = checkpoint(
+            _linear_head, *head, spec, extras, use_reentrant=False, preserve_rng_state=False
+        )
+        outs.append(out)
     return torch.cat(outs, dim=1)
 
 
@@ -198,7 +200,7 @@ def _linear_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
     padding = (0, 0, 0, -length % CHUNK)
 
     def chunked(x: Tensor) -> Tensor:  # (B, 1, T, D) -> (B, 1, T / C, C, D)
-        return F.pad(x, padding).unflatten(2, (-1, CHUNK))
+        return F.pad(x, padding).unflatten(2, (-1, CHUNK))  # type: ignore[no-any-return]
 
     with torch.autocast(q.device.type, enabled=False):
         queries = queries.to(wide) * queries.shape[-1] ** -0.5
@@ -207,10 +209,11 @@ def _linear_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
         of_star = keys[:, :, :star].mT @ values[:, :, :star]  # zeros without a k*
         queries, keys, values = map(chunked, (queries, keys[:, :, star:], values[:, :, star:]))
         sums = keys.mT @ values  # (B, 1, T / C, D, D + 1)
-        before = sums.cumsum(dim=2) - sums + of_star[:, :, None]
+        up_to = sums[:, :, :-1].cumsum(dim=2)
+        before = F.pad(up_to, (0, 0, 0, 0, 1, 0)) + of_star[:, :, None]
         own = (queries @ keys.mT).tril() @ values
         both = (queries @ before + own).flatten(2, 3)[:, :, :length]  # (B, 1, T, D + 1)
-        out = both[..., :-1]
+        out: Tensor = both[..., :-1]
         total = both[..., -1:]
         if spec.normalizer == "sum":
             out = divide(out, total)

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinkutils.model.attention import exp_minus_one, similarity
+from sinkutils.model.attention import LOGARITHMS, exp_minus_one, similarity
 from sinkutils.model.config import AttentionSpec
 from sinkutils.model.masks import visible
 
+BY_HAND = ("exp", "sigmoid", "elu", "linear", "relu", "softpick")  # those that `in_place` knows
 Step = Callable[[Tensor], Tensor]
 ROWS = 128  # queries in a piece
 # Logits in a piece: on a CPU, as many as a core's cache holds; on a GPU, enough to keep it busy.
@@ -75,7 +76,7 @@ def pieces(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[Piece]:
                 yield Piece((*chosen, queries), (*chosen, keys), seen, hidden, first, star)
 
 
-@torch.compiler.disable  # the loop over pieces would be unrolled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the loop would be unrolled
 def in_pieces(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None) -> Tensor:
     """The output (B, H, T, E) for q, k, v after phi and g. The caller multiplies by alpha."""
     with torch.autocast(q.device.type, enabled=False):
@@ -140,7 +141,7 @@ class Pieces(torch.autograd.Function):
                 ds.addcmul_(slope_of_norm(f, total, spec), delta, value=-1)
             elif spec.normalizer == "max_abs_sum":  # Z is constant where the sum is within 1
                 signed = f.sum(dim=-1, keepdim=True)
-                ds.sub_(delta * signed.sign() * (signed.abs() > 1))
+                ds.sub_(delta * signed.sign() * (signed.abs() >= 1))
             elif spec.normalizer == "sum":
                 ds.sub_(delta)
             add_product(dv, piece.keys, f.mT, shares)
@@ -235,7 +236,8 @@ def add_along_diagonals(dg: Tensor, ds: Tensor, piece: Piece) -> None:
 
 def peak_of(s: Tensor, spec: AttentionSpec) -> Tensor:
     """The number that is subtracted from the logits of a row, (heads, R, 1)."""
-    top = s.amax(dim=-1, keepdim=True)
+    own_log = LOGARITHMS.get(spec.similarity) if spec.similarity not in BY_HAND else None
+    top = (own_log(s) if own_log else s).amax(dim=-1, keepdim=True)
     top = top.masked_fill(~top.isfinite(), 0)  # in a row that sees no key
     if spec.similarity in ("sigmoid", "elu"):
         # Both are e^s below -60, to the last digit of float64. A row far below is moved up to
@@ -243,7 +245,7 @@ def peak_of(s: Tensor, spec: AttentionSpec) -> Tensor:
         peak = (top + 60).clamp(max=0)
     elif spec.similarity == "softpick":
         peak = top.clamp(min=0)
-    elif spec.similarity == "exp":
+    elif spec.similarity == "exp" or own_log:
         peak = top
     else:
         peak = torch.zeros_like(top)
@@ -276,7 +278,8 @@ def in_place(s: Tensor, peak: Tensor, spec: AttentionSpec) -> tuple[Tensor, Step
         return f, lambda ds: ds.mul_(f.sign())
     with torch.enable_grad():  # a similarity of the user's own
         inputs = s.detach().requires_grad_()
-        f = similarity(inputs, spec)
+        log = LOGARITHMS.get(spec.similarity)
+        f = (log(inputs) - peak).exp() if log else similarity(inputs, spec)
         (slope,) = torch.autograd.grad(f.sum(), inputs)
     return f.detach(), lambda ds: ds.mul_(slope)
 
@@ -289,7 +292,7 @@ def exp_in_place(x: Tensor) -> Tensor:
     """
     least = math.log(torch.finfo(x.dtype).tiny) + 7
     powers = x.clamp_(min=least).exp_()
-    return F.threshold_(powers, math.exp(least + 1), 0.0)
+    return F.threshold(powers, math.exp(least + 1), 0.0, inplace=True)
 
 
 def normalizer(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinkutils.measuring import passes
-from sinkutils.model import fast, pieces
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
+from sinkutils.model import attention, fast, pieces
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, register
 
 OPERATIONS = [
     {},
@@ -25,7 +25,7 @@ OPERATIONS = [
     # Every similarity that cannot be negative, so that a new one is tested by being there.
     *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")
       if (f, z) != ("softpick", "none")),
-    {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
+    *({"similarity": f, "normalizer": "max_abs_sum"} for f in ("exp", "sigmoid")),
     {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
     {"similarity": "sigmoid", "normalizer": "none", "logit_bias": -3.0},
     {"similarity": "relu", "normalizer": "length"},
@@ -34,6 +34,7 @@ OPERATIONS = [
     {"similarity": "linear", "kernel": "elu", "normalizer": "p_norm", "p": 2.0},
     {"similarity": "linear", "kernel": "mlp", "normalizer": "none"},
 ]  # fmt: skip
+NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm", "length")
 MASKS = [{}, {"window": 5}, {"prefix": 4}]
 BIASES = ["none", "k", "kv", "v"]
 # Every operation under every mask; the biases take turns, so that each meets every mask and most operations.
@@ -138,6 +139,29 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+def test_a_similarity_of_ones_own_in_pieces(long_forms, monkeypatch):
+    long_forms(rows=8)
+    monkeypatch.setattr(attention, "SIMILARITIES", dict(attention.SIMILARITIES))
+    names = len(attention.SIMILARITY_NAMES)
+    try:
+        register("squared", lambda s: s.square().clamp(max=1e6))
+        register("softened", torch.nn.functional.softplus, softplus_log)
+        for f, z in itertools.product(("squared", "softened"), NORMALIZERS):
+            spec = AttentionSpec(similarity=f, normalizer=z)
+            assert_same_as_dense(spec, *draw(spec, 19), 1e-9)
+        spec = AttentionSpec(similarity="softened")
+        inputs, _ = draw(spec, 19, dtype=torch.float32)  # rows in which f itself is 0
+        g = torch.full((1, 19), -300.0, requires_grad=True)
+        assert_same_as_dense(spec, inputs, {"distance_bias": g}, 1e-5)
+    finally:
+        del attention.SIMILARITY_NAMES[names:]
+        attention.LOGARITHMS.pop("softened", None)
+
+
+def softplus_log(s: Tensor) -> Tensor:
+    return torch.where(s < -20, s, torch.nn.functional.softplus(s.clamp(min=-20)).log())
+
+
 def test_logits_far_below_0_are_no_slow_numbers_and_no_empty_rows(long_forms):
     """ALiBi's far keys, and rows whose similarities would all be 0 in float32."""
     long_forms(rows=8)
@@ -184,8 +208,8 @@ def test_softpick_is_its_formula_for_logits_of_any_size(form, dtype, long_forms)
         f = torch.expm1(s)
         expected = (f.relu() / f.abs().sum() * values[0, 0].double()).sum()
         (slope,) = torch.autograd.grad(expected, wide)
-        for attention in (quick, lambda *x: attend(*x)[0]):
-            out = attention(q, keys, values, spec)[0, 0, 3, 0]
+        for operation in (quick, lambda *x: attend(*x)[0]):
+            out = operation(q, keys, values, spec)[0, 0, 3, 0]
             (got,) = torch.autograd.grad(out, keys)
             rel = 1e-5 if dtype == torch.float32 else 0.01
             assert out.item() == pytest.approx(expected.item(), rel=rel), size
