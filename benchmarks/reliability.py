@@ -297,29 +297,29 @@ def requeue_at_random(
     sweeps: those of the engine "slurm", which are stand-ins (fake_slurm.py). At the end of each round all records must
     be `expected`. Returns counts.
     """
-    rng, rounds, requeues = random.Random(seed), 0, sweeps.queue / "requeues"
-    told = 0
-    while not requeues.exists() or len(requeues.read_text().split()) < times:
+    rng, rounds, told = random.Random(seed), 0, 0
+    file = sweeps.queue / "requeues"
+
+    def queued_again() -> int:
+        return len(file.read_text().split()) if file.exists() else 0
+
+    while queued_again() < times:
         rounds += 1
         name = f"queued-{rounds}"
         while sweeps.results(name).keys() < expected.keys():
             process = sweeps.start(name)
             while process.poll() is None:
-                time.sleep(rng.uniform(0, seconds / 2))
+                time.sleep(rng.uniform(0, seconds))
                 for state in sweeps.queue.glob("state-*"):
                     job = state.name.removeprefix("state-")
-                    if state.read_text() == "RUNNING" and (sweeps.queue / f"pid-{job}").exists():
+                    begun = (sweeps.queue / f"pid-{job}").exists()
+                    if state.read_text() == "RUNNING" and begun and queued_again() < times:
                         with suppress(ProcessLookupError):
                             fake_slurm.scancel(sweeps.queue, job, "--signal", "USR2")
                             told += 1
         assert sweeps.results(name) == expected
-    queued = len(requeues.read_text().split())
-    return {
-        "told": told,
-        "queued_again": queued,
-        "rounds": rounds,
-        "records": rounds * len(expected),
-    }
+    counts = {"told": told, "queued_again": queued_again(), "rounds": rounds}
+    return {**counts, "records": rounds * len(expected)}
 
 
 def damage(folder: Path) -> dict[str, int]:

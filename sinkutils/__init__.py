@@ -17,6 +17,7 @@ _HOMES = {
     "measure": "measuring.measure",
     "report": "measuring.maps",
     "compare": "measuring.compare",
+    "families": "measuring.families",  # the module itself: su.families.register, su.families.check
     "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
     "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run
     "SinkCallback": "measuring.callback",
@@ -44,7 +45,12 @@ _HOMES = {
     "report_model": "plots.report",
 }
 __all__ = [*_HOMES]
-MODULES = ("attention", "surgery", "sinkcheck")  # public names that are modules themselves
+MODULES = (
+    "attention",
+    "families",
+    "surgery",
+    "sinkcheck",
+)  # public names that are modules themselves
 __version__ = "0.1.0"
 
 

@@ -3,6 +3,7 @@
 from sinkutils.ledger.table import claim_checks as claim_checks
 from sinkutils.ledger.table import claims as claims
 from sinkutils.ledger.table import verdict as verdict
+from sinkutils.measuring import families as families
 from sinkutils.measuring import sinkcheck as sinkcheck
 from sinkutils.measuring import surgery as surgery
 from sinkutils.measuring.callback import SinkCallback as SinkCallback

@@ -1,5 +1,7 @@
 """How the families of decoder models in transformers differ, and what they have in common.
 
+`su.families.register` teaches another one, and `su.families.check` tries it.
+
 `benchmarks/families.py` builds a small model of every family, compares its numbers with dense
 attention and writes docs/families.md.
 """
@@ -8,16 +10,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import Refused, require
+from sinkutils.checks import Refused, require, short
 from sinkutils.paths import LEDGER, read_yaml
 
+__all__ = ["check", "register"]
 # An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
 Function: TypeAlias = Callable[..., Any]
 
@@ -39,6 +43,76 @@ INTERFACE = (
 )
 # model_type -> the reason why this family cannot be measured
 REFUSED = read_yaml(LEDGER / "unmeasured.yaml")
+# Names of modules, such as "layers.*.mixer", or a function from the model to its modules
+Modules: TypeAlias = str | Callable[[Any], Iterable[nn.Module]]
+
+
+class Family(NamedTuple):
+    """Where the parts of a family's models are; the fields are the arguments of `register`."""
+
+    attention: Modules
+    blocks: Modules
+    hidden: Callable[[Any], Any] | None
+    returns_weights: bool | None
+
+
+TAUGHT: dict[str, Family] = {}  # model_type -> what was registered
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def register(
+    model_type: str,
+    *,
+    attention: Modules,
+    blocks: Modules,
+    hidden: Callable[[Any], Tensor] | None = None,
+    returns_weights: bool | None = None,
+) -> None:
+    """Teach the package a family of transformers models, until the process ends.
+
+    model_type: as the configurations of its models name it.
+    attention: the modules that compute attention. A name as `model.named_modules()` shows it, with
+        * for one part of it, as in "layers.*.mixer"; or a function from the model to the modules.
+    blocks: the blocks, from the first to the last, likewise: "layers.*".
+    hidden: a function from what a block returns to its hidden state (B, T, d), which is also tried
+        on what a block takes. None: the first tensor of that shape.
+    returns_weights: True if the attention modules return their weights (B, H, T, T), False if they
+        ask transformers' AttentionInterface for an attention function; None: read off their code.
+
+    A second registration replaces the first. Nothing is looked at before a model is measured or
+    given to `check`. Raises ValueError for arguments of another kind, and for a family without
+    softmax attention.
+    """
+    require(isinstance(model_type, str), f"model_type must be a name, got {short(model_type)}")
+    reason = REFUSED.get(model_type)
+    require(reason is None, f"{model_type} cannot be measured: {reason}")
+    for name, value in (("attention", attention), ("blocks", blocks)):
+        right = isinstance(value, str) or callable(value)
+        require(right, f"{name} must be a name of modules or a function, got {short(value)}")
+    right = hidden is None or callable(hidden)
+    require(right, f"hidden must be a function, got {short(hidden)}")
+    TAUGHT[model_type] = Family(attention, blocks, hidden, returns_weights)
+
+
+def check(model: nn.Module) -> None:
+    """Check what was registered for a model's family on a text of 16 tokens.
+
+    The attention that is read has to be that of dense attention, the logits have to stay, and each
+    block has to take the hidden state of the one before it. `measure` and surgery check the same.
+
+    Raises ValueError if the family was not registered, and if one of these does not hold.
+    """
+    from sinkutils.measuring.measure import CHECK_TOKENS, measure
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    require(kind in TAUGHT, f"no family {kind!r} was registered by su.families.register")
+    ids = torch.arange(1, CHECK_TOKENS + 1)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of short texts and of padding
+        measure(model, ids)
 
 
 def attention_layers(
@@ -59,7 +133,7 @@ def attention_layers(
     if not modules:
         reason = "has no softmax attention layers, so it has no attention sink"
         if not type(base).__module__.startswith("transformers."):
-            reason = f"shows no attention module: {INTERFACE}"
+            reason = f"shows no attention module: {INTERFACE}; su.families.register teaches where others are"
         raise Refused(f"{kind} {reason}")
     outside = f"{kind} has attention outside one list of blocks: give its text decoder"
     lists = set()  # names of the lists that contain attention modules, such as "layers"
@@ -339,7 +413,7 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     return out, weights
 
 
-def _is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
+def is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
     """Whether an output (B, R, H, D) equals the weights (B, H, R, S) times the values."""
     values = repeat_heads(call.v, weights.shape[1]).to(weights.dtype)
     product = weights @ values  # (B, H, R, D)
@@ -363,7 +437,7 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     by_head = sink.float().reshape(1, -1, 1, 1)
     left = torch.sigmoid(lse - by_head)  # (B, H, R, 1)
     scaled = weights * left.to(weights.dtype)
-    if not _is_product(out, scaled, call):
+    if not is_product(out, scaled, call):
         raise Refused(
             f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights "
             "sum to one, and its output differs"

@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from sinkutils.checks import Refused, require
-from sinkutils.measuring import families, older, refusals
+from sinkutils.measuring import families, older, refusals, taught
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import Checking, Comparing, Looking, Measuring, Pass
 from sinkutils.measuring.refusals import Arguments, handed_over, parameters_of
@@ -120,11 +120,17 @@ class Capture:
         # layers: attention module -> layer index. places: attention module -> index of its block.
         # Both are the same unless a block has several attention modules. In a hybrid model, the
         # indices of blocks without attention are left out.
-        self.blocks, self.layers, self.places = families.attention_layers(self.base)
+        self.taught = families.TAUGHT.get(self.config.model_type)  # by the user
+        if self.taught is None:
+            self.blocks, self.layers, self.places = families.attention_layers(self.base)
+        else:
+            self.blocks, self.layers, self.places = taught.layers_of(self.model, self.taught)
         self.modules = set(self.base.modules())
-        self.aside = families.aside_from_text(self.base)
+        self.aside = families.aside_from_text(self.base) - self.layers.keys()
         # True: the module asks the interface for its attention function. False: it does not.
         chooses = {families.chooses_attention(module) for module in self.layers}
+        if self.taught is not None and self.taught.returns_weights is not None:
+            chooses = {not self.taught.returns_weights}
         if len(chooses) > 1:
             raise Refused(f"{self.kind} mixes attention modules of two kinds: not supported")
         self.legacy = False in chooses
@@ -219,7 +225,7 @@ class Capture:
 
     def _see_embedding(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.doing.looks:
-            hidden = self.hidden_states(kwargs.get("hidden_states"), args, kwargs)
+            hidden = self.hidden_states(kwargs.get("hidden_states"), *args, args, kwargs)
             self.doing.embedding(hidden)
 
     def _see_block(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:
@@ -233,6 +239,9 @@ class Capture:
         S is the number of residual streams: one, or as many as `families.STREAMS` says.
         values: the block's arguments or outputs, in any nesting of tuples and dicts.
         """
+        known = taught.hidden_of(self, values)
+        if known:
+            return known[0][:, None]
         config = self.config.get_text_config()
         width = getattr(config, "hidden_size", None) or self.table.shape[1]
         found = None
@@ -304,6 +313,8 @@ class Capture:
         if module in self.aside:  # an encoder of images, for instance
             return families.as_named(call, function), None
         length = query.shape[2]
+        if self.taught is not None and module not in self.layers:
+            raise refusals.Unreadable(f"{type(module).__name__} {taught.UNNAMED}")
         # More keys than tokens would be keys of a cache or an encoder, which are not in the text.
         if module not in self.layers or key.shape[2] != length + self.doing.front:
             raise Refused(
@@ -369,18 +380,27 @@ class Capture:
             return True
         return not torch.equal(before, after)
 
-    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
-        """Run one forward pass on ids (B, T). Raises ValueError if a layer showed no attention."""
+    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
+        """The output of one pass on ids (B, T). Raises ValueError if a layer showed no attention."""
         self.start(ids)
-        self._pass(ids, entries)
+        output = self._pass(ids, entries)
         self.finish()
+        return output
 
-    def _pass(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
+    def unobserved(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
+        """The model's output of a forward pass on ids (B, T) in which nothing is read."""
+        token = _current.set(None)
+        try:
+            return self._pass(ids, entries)
+        finally:
+            _current.reset(token)
+
+    def _pass(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
         given = dict(self.arguments.options)
         for name, x in entries.items():
             given[name] = x.to(self.device) if isinstance(x, Tensor) else x
         self.arguments.check(given)
-        self.outer(input_ids=ids.to(self.device), **given)
+        return self.outer(input_ids=ids.to(self.device), **given)
 
     @property
     def tokens_a_batch(self) -> int:
@@ -410,7 +430,7 @@ class Capture:
             if self.ran and block not in self.ran:
                 reason = f"it skips block {block + 1}"
             elif self.calls[module] == 0:
-                reason = f"{names[module]} {refusals.SILENT}"
+                reason = f"{names[module]} {taught.SILENT if self.taught else refusals.SILENT}"
             elif self.calls[module] > 1:
                 times = {self.calls[other] for other in self.layers}
                 reason = f"{names[module]} {refusals.TWICE}"
@@ -445,6 +465,8 @@ class Capture:
 
     def _check(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """`check`, by the pass on ids (B, T)."""
+        if self.taught is not None:
+            taught.prove(self, ids, entries)
         self.doing = checking = Checking(self.kind)
         self.run(ids, entries)  # by the eager function, with our masks
         self.doing = comparing = Comparing(checking.calls)

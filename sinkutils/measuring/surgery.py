@@ -151,6 +151,8 @@ def edit_block(
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
         if not isinstance(source, OwnModel):
+            told = source.taught is not None and source.taught.hidden is not None
+            require(not told, "'block' cannot be edited where su.families.register names `hidden`")
             streams = source.hidden_states(hidden).shape[1]
             if streams > 1:
                 raise Refused(f"blocks pass on {streams} residual streams: there is no one h_1")
