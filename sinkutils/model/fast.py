@@ -67,16 +67,9 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
     attention.check_inputs(q, k, v, spec, learned)
     if learned.mix is not None:  # A_1 - lambda A_2, as in `attend`
         softmax = replace(spec, differential=False)
-        if q.shape[2] > DENSE_LENGTH:
-            # Each map has half the dimensions, and so half the products.
-            keys = (k[..., 0::2], k[..., 1::2])
-            queries = (q[..., 0::2], q[..., 1::2])
-        else:
-            keys = (k, k)
-            queries = attention.halves(q)
-        first, second = (
-            _output(each, key, v, softmax, learned) for each, key in zip(queries, keys, strict=True)
-        )
+        even, odd = attention.halves(q)
+        first = _output(even, k, v, softmax, learned)
+        second = _output(odd, k, v, softmax, learned)
         return first - learned.mix.to(v.dtype) * second
     q, k, v = attention.prepared(q, k, v, spec, learned)
     return attention.finished(_output(q, k, v, spec, learned), spec, learned)
@@ -86,8 +79,6 @@ def _output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
     """The output in the form that serves, for inputs with k* and v* in front if there are any."""
     g = extras.distance_bias
     form = choose_form(spec, q.device, q.dtype, q.shape[2], g is not None)
-    if form == "sdpa" and q.shape[3] < v.shape[3]:
-        form = "pieces"  # the kernel wants as many dimensions in the queries as in the values
     if form == "linear":
         out = _linear(q, k, v, spec, extras)
     elif form == "sdpa":

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinkutils.model.attention import LOGARITHMS, exp_minus_one, similarity
+from sinkutils.model.attention import LOGARITHMS, similarity
 from sinkutils.model.config import AttentionSpec
 from sinkutils.model.masks import visible
 
@@ -95,8 +95,9 @@ class Pieces(torch.autograd.Function):
         peaks = q.new_zeros(*q.shape[:3], 1, dtype=wide)
         totals = torch.ones_like(peaks)
         room = rooms(q, k, 1)[0]
+        band = None if g is None else band_of(g.to(wide), q.shape[2], spec)
         for piece in pieces(q, k, spec):
-            s = logits(q, k, spec, g, piece, room)
+            s = logits(q, k, spec, band, piece, room)
             if spec.normalizer not in ("none", "length"):
                 put(peaks, piece.rows, peak_of(s, spec))
             f, _ = in_place(s, part(peaks, piece.rows, wide), spec)
@@ -123,8 +124,9 @@ class Pieces(torch.autograd.Function):
         dv = torch.zeros_like(v, dtype=wide)
         dg = torch.zeros_like(g, dtype=wide) if ctx.needs_input_grad[4] else None
         room, room_2 = rooms(q, k, 2)
+        band = None if g is None else band_of(g.to(wide), q.shape[2], spec)
         for piece in pieces(q, k, spec):
-            s = logits(q, k, spec, g, piece, room)
+            s = logits(q, k, spec, band, piece, room)
             f, times_slope = in_place(s, part(peaks, piece.rows, wide), spec)
             total = part(totals, piece.rows, wide)
             shares = part(grad, piece.rows, wide) / total  # dout_i / Z_i
@@ -133,9 +135,8 @@ class Pieces(torch.autograd.Function):
             # dA_ij / Z_i, and ds_ij in the end.
             ds = product(shares, part(v, piece.keys, wide), room_2)
             if spec.similarity == "softpick":  # relu(f) over the sum of |f|
-                sign = f.sign()
-                ds.mul_(sign.relu())
-                ds.addcmul_(sign, delta, value=-1)
+                ds = torch.ops.aten.threshold_backward(ds, f, 0)
+                ds.addcmul_(f.sign(), delta, value=-1)
                 f = f.relu_()
             elif spec.normalizer == "p_norm":
                 ds.addcmul_(slope_of_norm(f, total, spec), delta, value=-1)
@@ -187,16 +188,18 @@ def product(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
 
 
 def logits(
-    q: Tensor, k: Tensor, spec: AttentionSpec, g: Tensor | None, piece: Piece, room: Tensor
+    q: Tensor, k: Tensor, spec: AttentionSpec, band: Tensor | None, piece: Piece, room: Tensor
 ) -> Tensor:
     """s_ij of a piece, (heads, R, S), in float32 at least. Hidden keys have f(s_ij) = 0."""
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = part(q, piece.rows, wide) * q.shape[-1] ** -0.5
     s = product(queries, part(k, piece.keys, wide), room)
-    if g is not None:
-        of_heads = g[piece.rows[1]] if len(g) > 1 else g
+    if band is not None:
+        of_heads = band[piece.rows[1]] if len(band) > 1 else band
         own = s[..., piece.star :].unflatten(0, (-1, len(of_heads)))  # k* has no position
-        own.add_(by_distance(of_heads, piece, *own.shape[-2:]))
+        rows, keys = own.shape[-2:]
+        zero = q.shape[2] - piece.rows[2].start  # the column of the key at position 0
+        own.add_(of_heads[:, :rows, zero + piece.first :][..., :keys])
     if spec.logit_bias != 0:
         s.add_(spec.logit_bias)
     # A mask by multiplication and addition is ten times as fast as `masked_fill` is on a CPU.
@@ -208,13 +211,17 @@ def logits(
     return s
 
 
-def by_distance(g: Tensor, piece: Piece, rows: int, keys: int) -> Tensor:
-    """g(i - j) of a piece, (1 or heads, R, S), from g (1 or heads, >= T); see `added_to_logits`."""
-    ahead = piece.rows[2].start + rows - piece.first  # the largest distance and one more
-    line = g[:, :ahead].flip(-1)
-    later = g[:, :1].expand(-1, rows + keys - 1 - ahead)  # keys after the query: as distance 0
-    line = torch.cat([line, later], dim=-1)  # (1 or heads, R + S - 1), from far to near
-    return line.unfold(-1, keys, 1).flip(1)
+def band_of(g: Tensor, length: int, spec: AttentionSpec) -> Tensor:
+    """g(i - j) for the rows of a piece, (1 or heads, R, T + ..), from g (1 or heads, >= T).
+
+    It is the same for all pieces: the query `start + r` and the key j find g(start + r - j) at the
+    row r and the column T - start + j.
+    """
+    after = max(ROWS, min(spec.prefix, length))  # columns of keys that may stand at or after start
+    distance = torch.arange(length + ROWS - 1, -after, -1, device=g.device)
+    # Keys after the query are hidden, or in a prefix: they get g of distance 0, as in `attend`.
+    line = g[:, distance.clamp(0, length - 1)]
+    return line.unfold(-1, length + after, 1).flip(1)
 
 
 def add_along_diagonals(dg: Tensor, ds: Tensor, piece: Piece) -> None:
@@ -270,7 +277,11 @@ def in_place(s: Tensor, peak: Tensor, spec: AttentionSpec) -> tuple[Tensor, Step
         slope = exp_in_place(s.sub_(peak).clamp(max=0))
         return s.relu_().add_(slope), lambda ds: ds.mul_(slope)
     if spec.similarity == "softpick":
-        return exp_minus_one(s, peak), lambda ds: ds.mul_(s.sub_(peak).exp_())
+        # e^s - 1 = tanh(s/2) (e^s + 1), which does not cancel where s is small. `expm1` takes seven
+        # times as long as `exp`, and its form in `exp_minus_one` many steps.
+        slope = exp_in_place(s - peak)
+        f = s.mul_(0.5).tanh_().mul_(slope + (-peak).exp())
+        return f, lambda ds: ds.mul_(slope)
     if spec.similarity == "linear":
         return s, lambda ds: ds
     if spec.similarity == "relu":
@@ -303,7 +314,9 @@ def normalizer(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         return count.expand(len(f), -1, -1).contiguous()
     if spec.normalizer == "p_norm":  # of shares of the largest, whose powers do not overflow
         top = f.amax(dim=-1, keepdim=True)
-        share = f.div(at_least_tiny(top)).relu_()
+        share = f / at_least_tiny(top)
+        if spec.similarity == "linear":
+            share.relu_()
         return top * share.pow_(spec.p).sum(dim=-1, keepdim=True).pow(1 / spec.p)
     if spec.similarity == "softpick":
         return f.abs().sum(dim=-1, keepdim=True)
@@ -315,11 +328,11 @@ def normalizer(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
 
 def slope_of_norm(f: Tensor, total: Tensor, spec: AttentionSpec) -> Tensor:
     """z of a p-norm, (f_ij / Z_i)^(p - 1). Like `attention._power` it is 0 unless f is positive."""
-    share = f / at_least_tiny(total)
-    power = at_least_tiny(share).pow_(spec.p - 1)  # finite for p < 1 as well
+    share = f / total
+    power = share.clamp_(min=torch.finfo(f.dtype).tiny).pow_(spec.p - 1)  # finite for p < 1 as well
     if spec.similarity in ("exp", "sigmoid", "elu", "relu"):
         return power  # where f is 0, so is its derivative, by which this is multiplied
-    return power.mul_(share.sign().relu_())
+    return power.mul_(f.sign().relu_())
 
 
 def at_least_tiny(x: Tensor) -> Tensor:
