@@ -3,7 +3,7 @@
     python benchmarks/fake_slurm.py FOLDER; PATH=FOLDER:$PATH python -m sinkutils sweep --preset smoke --slurm
 
 It knows sbatch (with arrays), srun, scontrol requeue and update, scancel --signal, sacct, and one partition, "main".
-The state of the queue is files in FOLDER. studies/slurm_here.sh starts Slurm itself, on one machine.
+The state of the queue is files in FOLDER. benchmarks/slurm_here.sh starts Slurm itself, on one machine.
 """
 
 import os

@@ -7,6 +7,7 @@ is not set, below the current folder. Nothing is ever written into site-packages
 
 import contextlib
 import csv
+import hashlib
 import os
 import secrets
 import tempfile
@@ -153,3 +154,18 @@ def written_whole(
             f"no {what} were written below {root} ({reason}): where that folder is the reason, "
             "make room there or set SINKUTILS_CACHE",
         ) from error
+
+
+class Hashed:
+    """A file to write to, and the SHA-256 of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()

@@ -135,7 +135,8 @@ class Report:
         In uniform attention, query i spreads over the i keys that it sees: for k = 1, u = H_T / T.
         In a layer with a window of w keys it spreads over min(i, w) keys, and for "star" over the
         star as well. For k = 1, 2, .. u ignores a star and the prefix of a prefix LM. There, uniform
-        attention over all that a query sees has an excess a little below 0; `str` prints how far.
+        attention over all that a query sees has an excess a little below 0. Where there is a star,
+        `str` prints how far.
         """
         return float(self._excess(k).mean())
 

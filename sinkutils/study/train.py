@@ -29,7 +29,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.measuring.tokenizer import fix_position
-from sinkutils.paths import replace_file
+from sinkutils.paths import Hashed, replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, config_hash, learning_rate
 from sinkutils.study.corpus import Corpus
@@ -432,21 +432,6 @@ def save_run(
 
 
 # ---- checkpoints: a digest, and behind it what torch.save writes
-
-
-class Hashed:
-    """A file to write to, and the SHA-256 of what was written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def save_checkpoint(run: Run, path: Path) -> None:

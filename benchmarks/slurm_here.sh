@@ -4,7 +4,7 @@
 # Its steps were made by hand with Slurm 22.05 and submitit 1.5.4, on a text of our own: the job was queued again, both
 # runs were recorded, exit status 0. This script was not run as it stands.
 #
-#     pip install -e '.[slurm]'; sh studies/slurm_here.sh FOLDER
+#     pip install -e '.[slurm]'; sh benchmarks/slurm_here.sh FOLDER
 set -e
 here=$(mkdir -p "$1" && cd "$1" && pwd)
 mkdir -p "$here/state" "$here/spool" "$here/run"
