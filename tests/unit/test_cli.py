@@ -105,7 +105,7 @@ def test_every_command_has_help_that_names_each_default_once(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = re.search(r"{(.*?)}", capsys.readouterr().out)[1].split(",")
-    assert len(commands) == 8
+    assert len(commands) == 9
     for command in commands:
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])

@@ -186,7 +186,6 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
     refuses(r"got torch.int64 of the shape \(48,\)", su.explore, model, ids[0])
-    refuses("ids must be of type Tensor, got dict", su.explore, model, {"input_ids": ids})
     refuses("name must be of type str, got int: 5", su.explore, model, ids, 5)
     refuses("tokenizer must decode tokens, got 'gpt2'", su.explore, model, ids, tokenizer="gpt2")
 
