@@ -190,7 +190,7 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     assert [path.name for path in (folder / "figures").iterdir()] == ["of_02.svg"]
 
 
-def test_progress_in_a_notebook_is_text_as_a_saved_widget_would_be_not_found(tmp_path, text_folder):
+def test_a_notebook_keeps_no_bar_of_loading_and_tokenising(tmp_path, text_folder):
     build("llama").save_pretrained(tmp_path / "model")
     code = f"""
 import sinkutils as su
@@ -201,8 +201,6 @@ _ = load_corpus("path:{text_folder}", 300, cache_dir={str(tmp_path)!r})
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(book, timeout=120).execute()
     assert book.cells[0].outputs == []  # no bar where stderr is no terminal
-    shown = "".join(output.text for output in book.cells[0].outputs)
-    assert "Loading weights" in shown and "tokenising" in shown
 
 
 def test_a_page_that_fails_in_place_stays_as_it_was_and_so_do_the_figures(folder):
