@@ -196,9 +196,7 @@ def attend(
         mix = learned.mix.to(v.dtype)
         return out - mix * out_2, weights - mix * weights_2
     q, k, v = prepared(q, k, v, spec, learned)
-    phi = kernel(spec, learned)
-    q = phi(q)
-    k = phi(k)
+    q, k = map(kernel(spec, learned), (q, k))
     out, weights, logits = _attend(q, k, v, spec, learned.distance_bias, seen, start)
     out = finished(out, spec, learned)
     if not return_lse:
@@ -348,8 +346,7 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
 
 def exp_minus_one(s: Tensor, peak: Tensor) -> Tensor:
     """(e^s - 1) / e^peak for s <= peak, without overflow, and exact where s is small."""
-    # It is (1 - e^-|s|) e^s above 0, and -(1 - e^-|s|) below.
-    rest = -torch.expm1(-s.abs())  # 1 - e^-|s|
+    rest = -torch.expm1(-s.abs())  # 1 - e^-|s|, of which e^s - 1 is e^s times above 0, -1 below
     return s.sign() * rest * (s.relu() - peak).exp()
 
 
@@ -388,10 +385,8 @@ def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor | None:
         total = _power(sim, spec.p).sum(-1, keepdim=True)
         return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
-    if spec.normalizer == "max_abs_sum":
-        # max(|sum f|, 1), Table 15. Where the similarities were divided by more than 1, the largest
-        # became 1, so that the sum decides, as before.
-        return total.abs().clamp(min=1)
+    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; if f was divided, the sum is
+        return total.abs().clamp(min=1)  # at least 1
     return total
 
 

@@ -102,7 +102,7 @@ class Pieces(torch.autograd.Function):
                 put(peaks, piece.rows, peak_of(s, spec))
             f, _ = in_place(s, part(peaks, piece.rows, wide), spec)
             if spec.normalizer != "none":
-                total = normalizer(f, piece.seen, spec)
+                total = total_of(f, piece.seen, spec)
                 put(totals, piece.rows, total.masked_fill(total == 0, torch.inf))
             if spec.similarity == "softpick":
                 f = f.relu_()
@@ -306,7 +306,7 @@ def exp_in_place(x: Tensor) -> Tensor:
     return F.threshold(powers, math.exp(least + 1), 0.0, inplace=True)
 
 
-def normalizer(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
+def total_of(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     """Z_i / e^peak, (heads, R, 1), from the f of a piece; see `attention.normalizer`."""
     if spec.normalizer == "length":
         before = f.shape[-1] - seen.shape[-1]
