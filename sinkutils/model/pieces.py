@@ -64,7 +64,7 @@ def pieces(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[Piece]:
             first = edge
         rows = torch.arange(start, stop, device=q.device)[:, None]
         seen = visible(rows, torch.arange(edge, last, device=q.device), spec).to(wide)
-        hidden = seen.log()
+        hidden = 1 - seen.reciprocal()  # 1 - 1 / 1 and 1 - 1 / 0; `log` of 0 is slow
         together = max(1, size // ((stop - start) * (star + last - first)))  # heads
         heads = min(together, H)
         batches = max(1, together // H)
@@ -94,13 +94,13 @@ class Pieces(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         peaks = q.new_zeros(*q.shape[:3], 1, dtype=wide)
         totals = torch.ones_like(peaks)
-        room = rooms(q, k, 1)[0]
+        room, *spare = rooms(q, k, 3)
         band = None if g is None else band_of(g.to(wide), q.shape[2], spec)
         for piece in pieces(q, k, spec):
             s = logits(q, k, spec, band, piece, room)
             if spec.normalizer not in ("none", "length"):
                 put(peaks, piece.rows, peak_of(s, spec))
-            f, _ = in_place(s, part(peaks, piece.rows, wide), spec)
+            f, _ = in_place(s, part(peaks, piece.rows, wide), spec, spare)
             if spec.normalizer != "none":
                 total = total_of(f, piece.seen, spec)
                 put(totals, piece.rows, total.masked_fill(total == 0, torch.inf))
@@ -123,17 +123,17 @@ class Pieces(torch.autograd.Function):
         dk = torch.zeros_like(k, dtype=wide)
         dv = torch.zeros_like(v, dtype=wide)
         dg = torch.zeros_like(g, dtype=wide) if ctx.needs_input_grad[4] else None
-        room, room_2 = rooms(q, k, 2)
+        room, *spare = rooms(q, k, 3)
         band = None if g is None else band_of(g.to(wide), q.shape[2], spec)
         for piece in pieces(q, k, spec):
             s = logits(q, k, spec, band, piece, room)
-            f, times_slope = in_place(s, part(peaks, piece.rows, wide), spec)
+            f, times_slope = in_place(s, part(peaks, piece.rows, wide), spec, spare)
             total = part(totals, piece.rows, wide)
             shares = part(grad, piece.rows, wide) / total  # dout_i / Z_i
             along = shares * part(out, piece.rows, wide)
             delta = along.sum(dim=-1, keepdim=True)  # <dout_i, out_i> / Z_i
             # dA_ij / Z_i, and ds_ij in the end.
-            ds = product(shares, part(v, piece.keys, wide), room_2)
+            ds = product(shares, part(v, piece.keys, wide), spare[1])
             if spec.similarity == "softpick":  # relu(f) over the sum of |f|
                 ds = torch.ops.aten.threshold_backward(ds, f, 0)
                 ds.addcmul_(f.sign(), delta, value=-1)
@@ -261,12 +261,16 @@ def peak_of(s: Tensor, spec: AttentionSpec) -> Tensor:
     return peak
 
 
-def in_place(s: Tensor, peak: Tensor, spec: AttentionSpec) -> tuple[Tensor, Step]:
+def in_place(
+    s: Tensor, peak: Tensor, spec: AttentionSpec, spare: list[Tensor]
+) -> tuple[Tensor, Step]:
     """f / e^peak, in the memory of the logits s, and a step that multiplies by its derivative.
 
+    spare: two more rooms, of which the step needs the first.
     softpick's f is e^s - 1 here. (`torch.where` takes thirty times as long as one of these steps on
     a CPU.)
     """
+    room, room_2 = (each[: s.numel()].view(s.shape) for each in spare)
     if spec.similarity == "exp":
         f = exp_in_place(s.sub_(peak))
         return f, lambda ds: ds.mul_(f)
@@ -274,13 +278,13 @@ def in_place(s: Tensor, peak: Tensor, spec: AttentionSpec) -> tuple[Tensor, Step
         f = s.sub_(peak).sigmoid_()
         return f, lambda ds: torch.ops.aten.sigmoid_backward(ds, f)
     if spec.similarity == "elu":
-        slope = exp_in_place(s.sub_(peak).clamp(max=0))
+        slope = exp_in_place(torch.clamp(s.sub_(peak), max=0, out=room))
         return s.relu_().add_(slope), lambda ds: ds.mul_(slope)
     if spec.similarity == "softpick":
         # e^s - 1 = tanh(s/2) (e^s + 1), which does not cancel where s is small. `expm1` takes seven
         # times as long as `exp`, and its form in `exp_minus_one` many steps.
-        slope = exp_in_place(s - peak)
-        f = s.mul_(0.5).tanh_().mul_(slope + (-peak).exp())
+        slope = exp_in_place(torch.sub(s, peak, out=room))
+        f = s.mul_(0.5).tanh_().mul_(torch.add(slope, (-peak).exp(), out=room_2))
         return f, lambda ds: ds.mul_(slope)
     if spec.similarity == "linear":
         return s, lambda ds: ds
