@@ -6,6 +6,7 @@ share few levels, and their smallest numbers become zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FLOAT16 = 65504.0  # the largest number of float16
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # the sizes that 4-bit floating point has
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")  # the sizes that 4-bit floating point has
 
 
 class Format(NamedTuple):
@@ -94,7 +95,7 @@ def forecast_table(
     rows = []
     for (part, layer), shares in sorted(lost.items()):
         first, others = maxima[part, layer].amax(dim=1).tolist()
-        lost_bits = max(0.0, float(torch.tensor(first / max(others, 1e-30)).log2()))
+        lost_bits = max(0.0, math.log2(max(first, 1e-30) / max(others, 1e-30)))
         for format, share in zip(FORMATS, shares.tolist(), strict=True):
             rows.append((part, layer + 1, format.name, 100 * share, lost_bits))
     return pd.DataFrame(rows, columns=["part", "block", "format", "zero", "lost_bits"])
