@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FLOAT16 = 65504.0  # the largest number of float16
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")  # the sizes that 4-bit floating point has
+# The sizes that 4-bit floating point has.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")
 
 
 class Format(NamedTuple):
