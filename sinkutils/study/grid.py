@@ -39,11 +39,11 @@ from sinkutils.study.config import (
     Json,
     RunConfig,
     TrainConfig,
+    check_field,
     check_name,
     config_dict,
     config_hash,
     from_dict,
-    no_field,
     paths_of,
     replaced,
 )
@@ -258,7 +258,7 @@ def own_preset(source: str | Path | Json) -> Preset:
             plain[field_name] = value
     known = [one.name for one in dataclasses.fields(Preset)]
     for field_name in plain:
-        require(field_name in known, no_field(field_name, known))
+        check_field(field_name, known)
     run = _override(RunConfig("base", name, 0, like.model, like.data, like.train), change, like)
     plain |= {"name": name, "model": run.model, "data": run.data, "train": run.train}
     made = dataclasses.replace(like, **plain)
@@ -433,7 +433,7 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
         *parts, name = path.split(".")
-        require(path in known, no_field(path, known))
+        check_field(path, known)
         inner = tree
         old: Any = run
         for part in parts:

@@ -299,10 +299,11 @@ def _with_status(folder: Path, contents: bool = True) -> Record:
     """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
     preset, experiment, _ = folder.parts[-3:]
     try:
-        wanted = _expected(preset, experiment, seed_of(folder))
-        of_study = isinstance(wanted, dict) and "model" in wanted  # which has one config
-        record = open_record(folder, lambda config: of_study and not _differs(config, wanted))
-        reason = wanted if isinstance(wanted, str) else _differs(record.config, wanted)
+        record = open_record(folder, checked=False)
+        reason = _stale(record.config, preset, experiment, seed_of(folder))
+        known = preset in presets() and experiment in by_name()
+        if reason or not known:  # otherwise the config is one of the study's
+            record.check_config()
         if reason:
             return replace(record, problem=("stale", reason))
         if contents:
@@ -314,27 +315,22 @@ def _with_status(folder: Path, contents: bool = True) -> Record:
         return Record(folder, {}, {}, ("corrupt", str(error)))
 
 
-def _expected(preset: str, experiment: str, seed: int) -> Json | str:
-    """What the config of a record in this folder must hold, or why there can be no such record.
+def _stale(config: Json, preset: str, experiment: str, seed: int) -> str:
+    """Why a record with this config is stale in the folder of a preset and an experiment, or "".
 
     An experiment of the study has one config at a preset. A variant of one's own, or an experiment
     at a preset of one's own, may have any.
     """
     # The folder of a preset, or for another text such as "laptop@path-mine-0123abcd".
     base, apart, _ = preset.partition("@")
-    if base not in presets() or experiment not in by_name():
-        return {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
-    try:
-        wanted: Json = grid.contents(experiment, base, seed)
-    except ValueError as error:  # the preset has no such experiment
-        return str(error)
-    return wanted if apart else wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
-
-
-def _differs(config: Json, wanted: Json | str) -> str:
-    """In what the config of a record differs from what it must hold, in words, or ""."""
-    if isinstance(wanted, str):
-        return wanted
+    wanted: Json = {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
+    if base in presets() and experiment in by_name():
+        try:
+            wanted = grid.contents(experiment, base, seed)
+        except ValueError as error:  # the preset has no such experiment
+            return str(error)
+        if not apart:
+            wanted = wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
     fields = sorted(_different(wanted, config))
     if not fields:
         return ""
