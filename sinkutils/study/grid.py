@@ -334,18 +334,29 @@ def keeps_weights(run: RunConfig) -> bool:
 
 
 def plan(
-    preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None
+    preset: str,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] | None = None,
+    change: Json | None = None,
+    name: str | None = None,
 ) -> list[RunConfig]:
-    """The runs of a preset, the most informative first.
+    """The runs of a preset, the most informative first, or those of a variant of your own.
 
     seeds: the seeds of every experiment. None means that each has its own number of seeds.
     only: the names of the experiments. None means all that need no download and that the preset
     does not leave out; these others are trained only when `only` names them.
+    change, name: a variant, as for `config`, of the base or of the one experiment in `only`. It has
+    three seeds if `seeds` does not say which.
 
     The first three seeds come first: the base, then the headline experiments, then the others.
     Further seeds follow in the same order. Experiments from later papers come last.
     """
     seeds = None if seeds is None else [*seeds]
+    if change or name is not None:
+        names = ["base"] if only is None else [*only]
+        require(len(names) == 1, f"a variant changes one experiment, got {', '.join(names)}")
+        numbers = range(FIRST_SEEDS) if seeds is None else seeds
+        return [config(names[0], preset, seed, change=change, name=name) for seed in numbers]
     if only is None:
         names = [name for name in _runs(preset) if not experiment(name).download]
     else:
