@@ -124,19 +124,18 @@ def again(name: str, folder: str) -> dict[str, object]:
     }
 
 
-def part(steps: int, folder: str) -> None:
-    """Train the laptop's base for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
+def part(steps: int, folder: str, experiment: str = "base", preset: str = "laptop") -> None:
+    """Train a run for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
     import sinkutils as su
-    from sinkutils.study.train import train
 
     warnings.simplefilter(
         "error", UserWarning
     )  # a checkpoint that was not used, a compiler that is not there
-    config = su.config("base", "laptop", 0)
+    config = su.config(experiment, preset, 0)
     config = dataclasses.replace(
         config, train=dataclasses.replace(config.train, steps=steps, eval_every=10)
     )
-    train(config, folder, keep_weights=True, checkpoint_seconds=0.0)
+    su.train(config, folder, keep_weights=True, checkpoint_seconds=0.0, progress=False)
 
 
 def resume(steps: int, scratch: Path) -> dict[str, object]:
@@ -180,18 +179,15 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     }
 
 
-def smoke(name: str, other: str, scratch: Path) -> dict[str, object]:
+def smoke(name: str, other: str, steps: int, scratch: Path) -> dict[str, object]:
     """An operation's smoke run by this checkout and by another one: the largest differences along their curves."""
     from sinkutils.study.record import read_record
 
     records = []
     for checkout in (str(ROOT), other):
         runs = scratch / Path(checkout).name
-        command = [sys.executable, "-m", "sinkutils", "train", name, "--preset", "smoke"]
-        environment = os.environ | {"PYTHONPATH": checkout}
-        subprocess.run(
-            [*command, "--runs", runs], cwd=checkout, env=environment, check=True, stdout=2
-        )
+        command = [sys.executable, __file__, "part", name, "--steps", str(steps), "--runs", runs]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": checkout}, check=True)
         records.append(read_record(runs / "smoke" / name / "0"))
     here, there = (record.metrics["curve"] for record in records)
     pairs = [*zip(here, there, strict=True)]
@@ -210,7 +206,9 @@ def without(known: list[dict], rows: list[dict]) -> list[dict]:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("what", choices=("record", "resume", "machines", "losses", "part", "smoke"))
+    arguments.add_argument(
+        "what", choices=("record", "resume", "machines", "losses", "part", "smoke")
+    )
     arguments.add_argument(
         "which", nargs="*", help="records, the precision of losses, or experiments of smoke"
     )
@@ -226,14 +224,14 @@ def main() -> int:
     if options.what == "losses":
         print(json.dumps(losses(*(options.which or ["bf16"]), steps)))
     elif options.what == "part":
-        part(steps, options.runs)
+        part(steps, options.runs, *(options.which and (options.which[0], "smoke")))
     elif options.what == "machines":
         keep(options.json, machines(steps))
     elif options.what == "smoke":
         rows = []
         with tempfile.TemporaryDirectory() as folder:
             for name in options.which or OPERATIONS:
-                rows.append(smoke(name, options.checkout, Path(folder)))
+                rows.append(smoke(name, options.checkout, steps, Path(folder)))
                 show(rows[-1])
         keep(options.json, rows)
     else:
