@@ -87,7 +87,7 @@ def pieces(q: Tensor, k: Tensor, heads: int, spec: AttentionSpec) -> Iterator[Pi
 
 # A compiler would unroll the loop. `torch.compiler.disable` does the same, and imports the compiler
 # (80 MB) with this module, not when the function is called.
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
+@torch._disable_dynamo
 def in_pieces(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None) -> Tensor:
     """The output (B, H, T, E) for q, k, v after phi and g. The caller multiplies by alpha."""
     with torch.autocast(q.device.type, enabled=False):
