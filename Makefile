@@ -80,11 +80,13 @@ portable: $(VENV)/.installed
 # What measuring promises of the oldest torch and transformers that it works with.
 OLDEST := .venv-oldest
 OLD_TESTS := test_capture.py test_left_as_found.py test_surgery.py test_sinks.py test_probes.py test_for_trainers.py \
+	$(patsubst %,'test_batches.py::test_each_text_packed_in_a_row_has_the_numbers_that_it_has_alone[%]', \
+	llama-sdpa gpt2-sdpa llama-eager) \
 	$(patsubst %,'test_families.py::test_alpha_is_that_of_dense_attention_and_logits_stay[%]', \
 	llama mistral qwen3 gemma2 gemma3_text phi olmo2 gpt2 gpt_neox opt bloom falcon gpt_oss)
 oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet 'torch>=2.6,<2.7' 'transformers>=4.56,<4.57' --editable '.[test,models]'
+	$(OLDEST)/bin/python -m pip install --quiet 'torch>=2.6,<2.7' 'transformers>=4.56,<4.57' --editable '.[test,models,hub]'
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(addprefix tests/unit/,$(OLD_TESTS))
 
 sweep: $(VENV)/.installed

@@ -4,13 +4,15 @@
     python benchmarks/digits.py resume [--steps 200] [--json benchmarks/results/resume.json]
     python benchmarks/digits.py machines [--steps 100] [--json benchmarks/results/digits.json]
     python benchmarks/digits.py losses
+    python benchmarks/digits.py smoke [sigmoid elu ..] --checkout OTHER [--json benchmarks/results/operations.json]
 
 `record` trains records again, into FOLDER if one is given (where a killed run goes on), compares them to the last digit
 and says where both end; it exits 1 where a digit differs. `resume` trains the laptop's base for a few steps as its
 preset says, compiled and in bf16, once undisturbed and once killed half-way and started again; it exits 1 unless both
 records are the same, bit by bit. `machines` trains the laptop's base for a few steps in processes that may use fewer
 instructions, so that this machine computes as an older one would, and says at which step the loss first differs and
-what a step costs. `losses` prints the base's first losses, to hold beside another machine's.
+what a step costs. `losses` prints the base's first losses, to hold beside another machine's. `smoke` trains each
+operation at that preset with the code here and with another checkout's, and says how far their curves are apart.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ import warnings
 from pathlib import Path
 
 import torch
-from bench import keep, parser, seconds, show
+from bench import ROOT, keep, parser, seconds, show
 
+OPERATIONS = (
+    *("fixed_1", "exp_unnormalised", "softmax_p1_2", "softmax_p2", "sigmoid", "sigmoid_normalised"),
+    *("sigmoid_p2", "sigmoid_log_bias", "elu", "elu_normalised", "elu_kernel"),
+    *("elu_kernel_normalised", "linear", "linear_normalised", "mlp", "mlp_normalised"),
+    *("relu_length", "softpick", "differential", "alibi"),
+)
 MACHINES = {
     "as it is": {},
     "again": {},
@@ -116,19 +124,18 @@ def again(name: str, folder: str) -> dict[str, object]:
     }
 
 
-def part(steps: int, folder: str) -> None:
-    """Train the laptop's base for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
+def part(steps: int, folder: str, experiment: str = "base", preset: str = "laptop") -> None:
+    """Train a run for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
     import sinkutils as su
-    from sinkutils.study.train import train
 
     warnings.simplefilter(
         "error", UserWarning
     )  # a checkpoint that was not used, a compiler that is not there
-    config = su.config("base", "laptop", 0)
+    config = su.config(experiment, preset, 0)
     config = dataclasses.replace(
         config, train=dataclasses.replace(config.train, steps=steps, eval_every=10)
     )
-    train(config, folder, keep_weights=True, checkpoint_seconds=0.0)
+    su.train(config, folder, keep_weights=True, checkpoint_seconds=0.0, progress=False)
 
 
 def resume(steps: int, scratch: Path) -> dict[str, object]:
@@ -172,6 +179,25 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     }
 
 
+def smoke(name: str, other: str, steps: int, scratch: Path) -> dict[str, object]:
+    """An operation's smoke run by this checkout and by another one: the largest differences along their curves."""
+    from sinkutils.study.record import read_record
+
+    records = []
+    for checkout in (str(ROOT), other):
+        runs = scratch / Path(checkout).name
+        command = [sys.executable, __file__, "part", name, "--steps", str(steps), "--runs", runs]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": checkout}, check=True)
+        records.append(read_record(runs / "smoke" / name / "0"))
+    here, there = (record.metrics["curve"] for record in records)
+    pairs = [*zip(here, there, strict=True)]
+    row: dict[str, object] = {"experiment": name, "points": len(pairs)}
+    for key in ("valid_loss", "excess_1", "sink_1"):
+        row[key] = round(max(abs(a[key] - b[key]) for a, b in pairs), 6)
+    apart = (a["step"] for a, b in pairs if a["valid_loss"] != b["valid_loss"])
+    return row | {"first_step_with_another_loss": next(apart, None)}
+
+
 def without(known: list[dict], rows: list[dict]) -> list[dict]:
     """The kept rows without those that `rows` make anew: of the same record, on the same kind of machine."""
     made = [(row["record"], row["again_on"]) for row in rows]
@@ -180,8 +206,13 @@ def without(known: list[dict], rows: list[dict]) -> list[dict]:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("what", choices=("record", "resume", "machines", "losses", "part"))
-    arguments.add_argument("which", nargs="*", help="records, or the precision of losses")
+    arguments.add_argument(
+        "what", choices=("record", "resume", "machines", "losses", "part", "smoke")
+    )
+    arguments.add_argument(
+        "which", nargs="*", help="records, the precision of losses, or experiments of smoke"
+    )
+    arguments.add_argument("--checkout", help="of smoke: the other one")
     arguments.add_argument(
         "--steps", type=int, help="of resume (default: 200), of the others (default: 100)"
     )
@@ -193,9 +224,16 @@ def main() -> int:
     if options.what == "losses":
         print(json.dumps(losses(*(options.which or ["bf16"]), steps)))
     elif options.what == "part":
-        part(steps, options.runs)
+        part(steps, options.runs, *(options.which and (options.which[0], "smoke")))
     elif options.what == "machines":
         keep(options.json, machines(steps))
+    elif options.what == "smoke":
+        rows = []
+        with tempfile.TemporaryDirectory() as folder:
+            for name in options.which or OPERATIONS:
+                rows.append(smoke(name, options.checkout, steps, Path(folder)))
+                show(rows[-1])
+        keep(options.json, rows)
     else:
         with tempfile.TemporaryDirectory() as folder:
             if options.what == "resume":

@@ -164,8 +164,6 @@ def measure_options(command: Parser) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     """Measure the attention sink of causal language models."""
-    import pandas as pd
-
     from sinkutils.checks import require
     from sinkutils.measuring.probes import BOS
     from sinkutils.measuring.report import check_epsilons, check_targets
@@ -197,6 +195,7 @@ def measure_command(options: argparse.Namespace) -> None:
                 report = measured.measure(ids, **how)
                 report.name = f"{name}, {kind or options.text.name}, {first} first"
                 reports[report.name] = report
+        del measured  # its memory is free before pandas is imported for the table
     if options.json:
         numbers = {title: report.to_dict() for title, report in reports.items()}
         print(json.dumps(numbers))
@@ -205,6 +204,8 @@ def measure_command(options: argparse.Namespace) -> None:
     if "natural" in kinds and corpus is None:
         print(f"\nnatural text: held-out docstrings, SHA-256 {natural_digest()}")
     if len(options.model) > 1:  # one row per input: checkpoints of one run give a training curve
+        import pandas as pd
+
         summaries = {title: report.summary() for title, report in reports.items()}
         table = pd.DataFrame(summaries).T
         print(f"\n{table.round(3).to_string()}")

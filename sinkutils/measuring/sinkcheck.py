@@ -225,7 +225,9 @@ class Kernel:
         self.unexplained = 0  # how many failures no single known fault explained
         self.names: set[str] = set()
         try:
-            parameters = inspect.signature(function).parameters.values()
+            # By its call, a module takes every argument; by its `forward`, some.
+            called = getattr(function, "forward", function)
+            parameters = inspect.signature(called).parameters.values()
             self.names = {parameter.name for parameter in parameters}
             # By **kwargs a function takes every argument, and may ignore it.
             self.takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -233,15 +235,15 @@ class Kernel:
             self.takes_all = True
 
     def moved(self, call: Call, leaves: bool = False) -> Call:
-        """The call in the kernel's dtype, on its device. leaves: its tensors need gradients."""
+        """A copy of the call, in the kernel's dtype. leaves: its tensors need gradients."""
         parts: dict[str, Any] = {}
         for name in DIFFERENTIABLE:
             x = getattr(call, name)
             if x is not None:
-                x = x.to(self.device, self.dtype)
+                x = x.to(self.device, self.dtype, copy=True)
                 parts[name] = x.requires_grad_() if leaves else x
         if call.documents is not None:
-            parts["documents"] = call.documents.to(self.device)
+            parts["documents"] = call.documents.to(self.device, copy=True)
         return call._replace(**parts)
 
     def plain(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -266,12 +268,17 @@ class Kernel:
                 given[name] = False if value is None and name == "return_lse" else value
             elif needed:
                 raise Unsupported(f"it takes no {name}")
+        tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        before = {name: x.detach().clone() for name, x in tensors.items()}
         try:
             result = self.function(call.q, call.k, call.v, **given)
         except NotImplementedError as error:
             raise Unsupported(first_line(error)) from error
         except Exception as error:
             raise Broken(f"it raises {first_line(error)}") from error
+        for name, x in tensors.items():
+            if not torch.equal(x, before[name]):
+                raise Broken(f"it overwrites its argument {name}")
         if not return_lse:
             return self._checked("the output", result, call), torch.empty(0)
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -296,10 +303,12 @@ class Kernel:
         if got != shape:
             swapped = ": heads and positions are swapped" if got == (B, T, H, *last) else ""
             raise Broken(f"{what} has the shape {got} where {shape} is due{swapped}")
-        if what == "the output" and tensor.dtype != self.dtype:
+        # A log-sum-exp may be finer than the output.
+        finer = what != "the output" and tensor.dtype in (torch.float32, torch.float64)
+        if tensor.dtype != self.dtype and not (finer and tensor.itemsize >= self.dtype.itemsize):
             raise Broken(f"{what} is of {tensor.dtype} where {self.dtype} is due")
-        if not tensor.is_floating_point():
-            raise Broken(f"{what} is of {tensor.dtype} where floating-point numbers are due")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise Broken(f"{what} is a {tensor.device.type} tensor of the layout {tensor.layout}")
         if not tensor.isfinite().all():
             raise Broken(f"{what} has nan or infinite numbers")
         return tensor
@@ -378,7 +387,7 @@ class Comparison:
         if error <= self.limit:
             return Outcome(self.name, part, "right", error)
         fits = dict.fromkeys(name for name, x in faulty if self._fits(got, want, x))
-        says = f"the {part} is wrong in a way that no known fault explains"
+        says = f"no known fault explains what is wrong in the {part}"
         return Outcome(self.name, part, "wrong", error, says, tuple(fits))
 
     def _fits(self, got: Tensor, want: Tensor, faulty: Tensor) -> bool:
@@ -416,6 +425,9 @@ class Comparison:
         except (Unsupported, NotImplementedError) as reason:
             says = first_line(reason).removeprefix("Unsupported: ")
             return [Outcome(self.name, "gradients", "not supported", says=says)]
+        except Broken as reason:
+            says = f"where gradients are needed {reason}"
+            return [Outcome(self.name, "gradients", "broken", says=says)]
         except Exception as error:
             says = f"the backward pass raises {first_line(error)}"
             return [Outcome(self.name, "gradients", "broken", says=says)]

@@ -27,6 +27,7 @@ from sinkutils.model.masks import visible
 
 BY_HAND = ("exp", "sigmoid", "elu", "linear", "relu", "softpick")  # those that `in_place` knows
 Step = Callable[[Tensor], Tensor]
+Place = tuple[slice, slice]  # which heads of all texts, and which positions
 ROWS = 128  # queries in a piece
 # Logits in a piece: on a CPU, as many as a core's cache holds; on a GPU, enough to keep it busy.
 LOGITS = {"cpu": 2**18}
@@ -37,8 +38,8 @@ LOGITS_ON_A_GPU = 2**23
 class Piece:
     """Some queries of some heads, with the keys that they see."""
 
-    rows: tuple[slice, slice, slice]  # of a tensor (B, H, T, ..)
-    keys: tuple[slice, slice, slice]  # of a tensor (B, H, S, ..)
+    rows: Place  # of a tensor (B H, T, ..)
+    keys: Place  # of a tensor (B H, S, ..)
     # (R, E): 1 where a query sees one of the last E keys, 0 elsewhere. All see those before.
     seen: Tensor
     hidden: Tensor  # (R, E): 0, and -inf at hidden keys
@@ -46,12 +47,16 @@ class Piece:
     star: int  # 1 where k* is among the keys
 
 
-def pieces(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[Piece]:
-    """All queries of q (B, H, T, D), piece by piece. k: (B, H, S, D), with k* in front if any."""
-    B, H, T, _ = q.shape
+def pieces(q: Tensor, k: Tensor, heads: int, spec: AttentionSpec) -> Iterator[Piece]:
+    """All queries of q (B H, T, D), piece by piece. k: (B H, S, D), with k* in front if any.
+
+    A piece has all heads of some texts, or some of one text.
+    """
+    every, T, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    star = k.shape[2] - T
+    star = k.shape[1] - T
     size = LOGITS.get(q.device.type, LOGITS_ON_A_GPU)
+    masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # most pieces have the same
     for start in range(0, T, ROWS):
         stop = min(start + ROWS, T)
         last = max(stop, min(spec.prefix, T))
@@ -62,25 +67,32 @@ def pieces(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[Piece]:
         if spec.window is not None:
             edge = 0 if star else max(0, start - spec.window + 1)
             first = edge
-        rows = torch.arange(start, stop, device=q.device)[:, None]
-        seen = visible(rows, torch.arange(edge, last, device=q.device), spec).to(wide)
-        hidden = 1 - seen.reciprocal()  # 1 - 1 / 1 and 1 - 1 / 0; `log` of 0 is slow
+        sizes = (stop - start, start - edge, last - edge, min(start, spec.prefix))
+        if sizes not in masks:
+            rows = torch.arange(start, stop, device=q.device)[:, None]
+            seen = visible(rows, torch.arange(edge, last, device=q.device), spec).to(wide)
+            # 1 - 1 / 1 and 1 - 1 / 0; `log` of 0 is slow
+            masks[sizes] = seen, 1 - seen.reciprocal()
         together = max(1, size // ((stop - start) * (star + last - first)))  # heads
-        heads = min(together, H)
-        batches = max(1, together // H)
-        for b in range(0, B, batches):
-            for h in range(0, H, heads):
-                chosen = (slice(b, b + batches), slice(h, h + heads))
-                keys = slice(first, last + star)
-                queries = slice(start, stop)
-                yield Piece((*chosen, queries), (*chosen, keys), seen, hidden, first, star)
+        texts = heads * max(1, together // heads)
+        for text in range(0, every, texts):
+            end = min(text + texts, every)
+            step = min(together, heads) if texts == heads else texts
+            for head in range(text, end, step):
+                chosen = slice(head, min(head + step, end))
+                queries = (chosen, slice(start, stop))
+                keys = (chosen, slice(first, last + star))
+                yield Piece(queries, keys, *masks[sizes], first, star)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the loop would be unrolled
+# A compiler would unroll the loop. `torch.compiler.disable` does the same, and imports the compiler
+# (80 MB) with this module, not when the function is called.
+@torch._disable_dynamo
 def in_pieces(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None) -> Tensor:
     """The output (B, H, T, E) for q, k, v after phi and g. The caller multiplies by alpha."""
     with torch.autocast(q.device.type, enabled=False):
-        return Pieces.apply(q, k, v, spec, g)  # type: ignore[no-any-return]
+        out = Pieces.apply(*(x.flatten(0, 1) for x in (q, k, v)), q.shape[1], spec, g)
+    return out.unflatten(0, q.shape[:2])  # type: ignore[no-any-return]
 
 
 class Pieces(torch.autograd.Function):
@@ -88,52 +100,51 @@ class Pieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, spec: AttentionSpec, g: Tensor | None
     ) -> Tensor:
-        out = v.new_empty(*q.shape[:3], v.shape[3])
+        out = v.new_empty(*q.shape[:2], v.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)
-        peaks = q.new_zeros(*q.shape[:3], 1, dtype=wide)
+        peaks = q.new_zeros(*q.shape[:2], 1, dtype=wide)
         totals = torch.ones_like(peaks)
         room, *spare = rooms(q, k, 3)
-        band = None if g is None else band_of(g.to(wide), q.shape[2], spec)
-        for piece in pieces(q, k, spec):
+        band = None if g is None else band_of(g.to(wide), q.shape[1], spec)
+        for piece in pieces(q, k, heads, spec):
             s = logits(q, k, spec, band, piece, room)
             if spec.normalizer not in ("none", "length"):
-                put(peaks, piece.rows, peak_of(s, spec))
-            f, _ = in_place(s, part(peaks, piece.rows, wide), spec, spare)
+                peaks[piece.rows] = peak_of(s, spec)
+            f, _ = in_place(s, peaks[piece.rows], spec, spare)
             if spec.normalizer != "none":
                 total = total_of(f, piece.seen, spec)
-                put(totals, piece.rows, total.masked_fill(total == 0, torch.inf))
+                totals[piece.rows] = total.masked_fill(total == 0, torch.inf)
             if spec.similarity == "softpick":
                 f = f.relu_()
-            sums = f @ part(v, piece.keys, wide)
-            put(out, piece.rows, sums / part(totals, piece.rows, wide))
-        ctx.spec = spec
+            out[piece.rows] = f @ v[piece.keys].to(wide) / totals[piece.rows]
+        ctx.options = heads, spec
         ctx.save_for_backward(q, k, v, g, out, peaks, totals)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        spec = ctx.spec
+        heads, spec = ctx.options
         q, k, v, g, out, peaks, totals = ctx.saved_tensors
         wide = peaks.dtype
         scale = q.shape[-1] ** -0.5
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k, dtype=wide)
         dv = torch.zeros_like(v, dtype=wide)
-        dg = torch.zeros_like(g, dtype=wide) if ctx.needs_input_grad[4] else None
+        dg = torch.zeros_like(g, dtype=wide) if ctx.needs_input_grad[5] else None
         room, *spare = rooms(q, k, 3)
-        band = None if g is None else band_of(g.to(wide), q.shape[2], spec)
-        for piece in pieces(q, k, spec):
+        band = None if g is None else band_of(g.to(wide), q.shape[1], spec)
+        for piece in pieces(q, k, heads, spec):
             s = logits(q, k, spec, band, piece, room)
-            f, times_slope = in_place(s, part(peaks, piece.rows, wide), spec, spare)
-            total = part(totals, piece.rows, wide)
-            shares = part(grad, piece.rows, wide) / total  # dout_i / Z_i
-            along = shares * part(out, piece.rows, wide)
+            f, times_slope = in_place(s, peaks[piece.rows], spec, spare)
+            total = totals[piece.rows]
+            shares = grad[piece.rows].to(wide) / total  # dout_i / Z_i
+            along = shares * out[piece.rows]
             delta = along.sum(dim=-1, keepdim=True)  # <dout_i, out_i> / Z_i
             # dA_ij / Z_i, and ds_ij in the end.
-            ds = product(shares, part(v, piece.keys, wide), spare[1])
+            ds = product(shares, v[piece.keys].to(wide), spare[1])
             if spec.similarity == "softpick":  # relu(f) over the sum of |f|
                 ds = torch.ops.aten.threshold_backward(ds, f, 0)
                 ds.addcmul_(f.sign(), delta, value=-1)
@@ -145,38 +156,28 @@ class Pieces(torch.autograd.Function):
                 ds.sub_(delta * signed.sign() * (signed.abs() >= 1))
             elif spec.normalizer == "sum":
                 ds.sub_(delta)
-            add_product(dv, piece.keys, f.mT, shares)
+            dv[piece.keys].baddbmm_(f.mT, shares)
             ds = times_slope(ds)
             if spec.similarity == "linear":
                 ds[..., -piece.seen.shape[1] :].mul_(piece.seen)
             if dg is not None:
                 add_along_diagonals(dg, ds, piece)
-            put(dq, piece.rows, ds @ part(k, piece.keys, wide) * scale)
-            add_product(dk, piece.keys, ds.mT, part(q, piece.rows, wide) * scale)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None if dg is None else dg.to(g.dtype)
+            dq[piece.rows] = ds @ k[piece.keys].to(wide) * scale
+            dk[piece.keys].baddbmm_(ds.mT, q[piece.rows].to(wide) * scale)
+        dg = None if dg is None else dg.to(g.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, dg
 
 
-def part(x: Tensor, place: tuple[slice, slice, slice], dtype: torch.dtype) -> Tensor:
-    """The part of x (B, H, T, D) at a place, as a batch of matrices (heads, R, D)."""
-    return x[place].flatten(0, 1).to(dtype)
-
-
-def put(x: Tensor, place: tuple[slice, slice, slice], matrices: Tensor) -> None:
-    """Write the matrices (heads, R, D) to a place of x (B, H, T, D)."""
-    there = x[place]
-    there.copy_(matrices.view(there.shape))
-
-
-def add_product(x: Tensor, place: tuple[slice, slice, slice], a: Tensor, b: Tensor) -> None:
-    """Add the matrices a @ b, (heads, R, D), to a place of x (B, H, T, D)."""
-    there = x[place].flatten(0, 1)  # a view, as a piece has all heads or one entry of the batch
-    there.baddbmm_(a, b)
+def of_heads(g: Tensor, piece: Piece) -> Tensor:
+    """The part of g (1 or heads, ..) that the heads of a piece read."""
+    head = piece.rows[0].start % len(g)
+    return g[head : head + piece.rows[0].stop - piece.rows[0].start]
 
 
 def rooms(q: Tensor, k: Tensor, count: int) -> Tensor:
     """Memory for the logits of a piece, `count` times: used again and again, it stays in the cache."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    size = max(LOGITS.get(q.device.type, LOGITS_ON_A_GPU), ROWS * k.shape[2])
+    size = max(LOGITS.get(q.device.type, LOGITS_ON_A_GPU), ROWS * k.shape[1])
     return q.new_empty(count, size, dtype=wide)
 
 
@@ -192,14 +193,14 @@ def logits(
 ) -> Tensor:
     """s_ij of a piece, (heads, R, S), in float32 at least. Hidden keys have f(s_ij) = 0."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    queries = part(q, piece.rows, wide) * q.shape[-1] ** -0.5
-    s = product(queries, part(k, piece.keys, wide), room)
+    queries = q[piece.rows].to(wide) * q.shape[-1] ** -0.5
+    s = product(queries, k[piece.keys].to(wide), room)
     if band is not None:
-        of_heads = band[piece.rows[1]] if len(band) > 1 else band
-        own = s[..., piece.star :].unflatten(0, (-1, len(of_heads)))  # k* has no position
+        bias = of_heads(band, piece)
+        own = s[..., piece.star :].unflatten(0, (-1, len(bias)))  # k* has no position
         rows, keys = own.shape[-2:]
-        zero = q.shape[2] - piece.rows[2].start  # the column of the key at position 0
-        own.add_(of_heads[:, :rows, zero + piece.first :][..., :keys])
+        zero = q.shape[1] - piece.rows[1].start  # the column of the key at position 0
+        own.add_(bias[:, :rows, zero + piece.first :][..., :keys])
     if spec.logit_bias != 0:
         s.add_(spec.logit_bias)
     # A mask by multiplication and addition is ten times as fast as `masked_fill` is on a CPU.
@@ -234,11 +235,11 @@ def add_along_diagonals(dg: Tensor, ds: Tensor, piece: Piece) -> None:
     place = shifted.as_strided(ds.shape, (rows * width, width - 1, 1), rows - 1)
     place.copy_(ds)
     line = shifted.sum(dim=1)  # (heads, R + S - 1), from far to near
-    of_heads = dg[piece.rows[1]] if len(dg) > 1 else dg
-    line = line.unflatten(0, (-1, len(of_heads))).sum(dim=0)
-    ahead = piece.rows[2].start + rows - piece.first
-    of_heads[:, :ahead] += line[:, :ahead].flip(-1)
-    of_heads[:, 0] += line[:, ahead:].sum(dim=-1)
+    slopes = of_heads(dg, piece)
+    line = line.unflatten(0, (-1, len(slopes))).sum(dim=0)
+    ahead = piece.rows[1].start + rows - piece.first
+    slopes[:, :ahead] += line[:, :ahead].flip(-1)
+    slopes[:, 0] += line[:, ahead:].sum(dim=-1)
 
 
 def peak_of(s: Tensor, spec: AttentionSpec) -> Tensor:

@@ -167,7 +167,7 @@ def test_a_fault_that_is_not_known_is_said_to_be_unknown():
         return out.flip(-1) * 1.1, lse
 
     checked = su.sinkcheck.run(as_kernel(odd), cases=["causal", "learned_sink"], gradients=False)
-    assert checked.faults == ["the output is wrong in a way that no known fault explains"]
+    assert checked.faults == ["no known fault explains what is wrong in the output"]
 
 
 # ---- gradients
@@ -360,6 +360,8 @@ def test_a_monitor_that_leaves_the_sink_out_of_its_distribution():  # llm-intern
         lambda out: (out, out): "the output is a tuple where one tensor is due",
         lambda out: None: "must be an array of numbers, got NoneType",
         lambda out: "out": "must be an array of numbers, got str",
+        lambda out: out.to("meta"): "the output is a meta tensor of the layout torch.strided",
+        lambda out: out.to_sparse(): "the output is a cpu tensor of the layout torch.sparse_coo",
     }.items(),
 )
 def test_what_cannot_be_compared_is_said_in_one_line(returns, says):
@@ -382,6 +384,67 @@ def test_a_kernel_that_raises_is_broken_in_one_line():
     assert found(no_pair, cases=["causal"]) == [
         "with return_lse it returns no pair of output and log-sum-exp"
     ]
+
+
+def test_a_coarse_log_sum_exp_is_named():
+    def kernel(q, k, v, scale, return_lse=False):
+        out, lse = by_hand(q, k, v, scale, return_lse=True)
+        return (out, lse.half()) if return_lse else out
+
+    assert found(kernel, cases=["causal"]) == [
+        "the log-sum-exp is of torch.float16 where torch.float32 is due"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_kernel_that_overwrites_its_arguments_is_named_and_the_reference_kept(dtype):
+    def scaled(q, k, v, scale):
+        return by_hand(q.mul_(scale), k, v, 1.0)
+
+    def emptied(q, k, v, scale, sinks=None):
+        out = by_hand(q, k, v, scale, sinks=sinks)
+        if sinks is not None:
+            sinks.zero_()
+        return out
+
+    def renumbered(q, k, v, scale, documents):
+        documents += 1
+        return q
+
+    cases = ["scale", "learned_sink", "documents"]
+    for kernel, argument, case in zip(
+        (scaled, emptied, renumbered), ("q", "sinks", "documents"), cases, strict=True
+    ):
+        names = found(kernel, dtype=dtype, cases=[case])
+        assert names == [f"it overwrites its argument {argument}"]
+    assert su.sinkcheck.run(as_kernel(), dtype=dtype, cases=cases).right
+
+
+def test_a_module_offers_what_its_forward_takes():
+    class Kernel(torch.nn.Module):
+        def forward(self, q, k, v, scale):
+            return by_hand(q, k, v, scale)
+
+    checked = su.sinkcheck.run(Kernel(), cases=["causal", "learned_sink"])
+    assert checked.right and "it takes no sinks (in learned_sink)" in str(checked)
+
+
+def test_a_kernel_without_a_backward_pass_that_says_so_by_an_error():
+    def kernel(q, k, v, scale):
+        if q.requires_grad:
+            raise RuntimeError("for inference")
+        return by_hand(q, k, v, scale)
+
+    assert found(kernel, cases=["causal"]) == [
+        "where gradients are needed it raises RuntimeError: for inference"
+    ]
+
+
+def test_the_page_counts_the_faults():
+    words = {49: "Forty-nine", 12: "twelve"}
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert f"{words[len(FAULTS)]} faults of the output" in page
+    assert f"{words[len(SINK_GRADIENTS)]} of the sink's gradient" in page
 
 
 def test_arrays_of_numpy_are_taken():
