@@ -1,4 +1,4 @@
-"""A lecture of 45 minutes: one HTML file, made from the pages of the short route as they were committed.
+"""A lecture of 45 minutes: one HTML file, made from the pages of the story as they were committed.
 
     python docs/slides.py [FILE]      writes book/slides.html (make slides); nothing is executed or fetched
 
