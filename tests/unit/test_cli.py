@@ -85,7 +85,7 @@ REFUSED = {
     "run --only 99": "starts with 99; there are 00_quickstart",
     "run --only 00 nosuch": "starts with nosuch; there are",
     "train k_bias --preset smoke --runs README.md": "(Not a directory): give --runs another folder",
-    "run --only 07 -p colour red": "07_how_a_sink_is_made has no parameter colour; it has preset, texts",
+    "run --only 07b -p colour red": "07b_the_first_tokens_state has no parameter colour; it has preset, texts",
     "": "the following arguments are required: command",
     "dance": "invalid choice: 'dance' (choose from 'list', 'train'",
 }
