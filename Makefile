@@ -5,7 +5,7 @@
 # make portable  runs the unit tests and all notebooks as on other machines (an hour; CI does so at night)
 # make oldest  checks measuring with torch 2.6 and transformers 4.56, in an environment of its own
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
-# make slides  makes a lecture of 45 minutes of the short route's pages: book/slides.html
+# make slides  makes a lecture of 45 minutes of the story's pages: book/slides.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make lab   puts docs/lab/index.html together anew, of its sources and of the weights and maps that the page holds;
 #            docs/lab/record_lab.py makes those

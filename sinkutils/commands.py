@@ -61,6 +61,8 @@ class Command(Parser):
             self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
             self.set_defaults(function=getattr(home, f"{self.name}_command"))
             self.name = ""
+            # This calls us again. Texts and models may then stand behind an option, too.
+            return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
 
