@@ -3,6 +3,7 @@
     python benchmarks/reliability.py --kills 100        kill a sweep of two workers at random instants
     python benchmarks/reliability.py --stops 30         tell the sweep's own process to stop: TERM, INT or KILL
     python benchmarks/reliability.py --requeues 10      tell jobs of (a stand-in for) Slurm that their time is up
+    python benchmarks/reliability.py --killed-ranks 5   kill one of two processes that share a run (torchrun)
     python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
     python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
     python benchmarks/reliability.py --interrupts 2000  stop that many edits of surgery by a signal at random instants
@@ -322,6 +323,52 @@ def requeue_at_random(
     return {**counts, "records": rounds * len(expected)}
 
 
+def kill_ranks(sweeps: Sweeps, times: int, seed: int = 0) -> dict[str, int]:
+    """Kill (-9) one of the two processes of a shared run at random instants, and start both again, until it was so often.
+
+    After each kill the launcher must have ended both, and have failed. At the end of a round the record must be that of
+    a run that nothing disturbed, in config and metrics. Returns counts.
+    """
+    rng, killed, rounds, resumed = random.Random(seed), 0, 0, 0
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m sinkutils train k_bias --preset smoke"
+    command += " --set train.steps=200 --set train.eval_every=10 --name short --device cpu --checkpoint-seconds 0"
+    command += f" --corpus path:{sweeps.texts()}"
+    environment = os.environ | {"SINKUTILS_CACHE": str(sweeps.folder / "cache")}
+
+    def start(name: str) -> subprocess.Popen:
+        sweeps.runs(name).mkdir(parents=True, exist_ok=True)
+        whole = [sys.executable, *command.split(), "--runs", str(sweeps.runs(name))]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(whole, cwd=ROOT, env=environment, start_new_session=True, **streams)
+
+    def record(name: str) -> tuple[bytes, bytes]:
+        (folder,) = sweeps.runs(name).glob("smoke*/short/0")
+        read_record(folder)
+        return (folder / "config.json").read_bytes(), (folder / "metrics.json").read_bytes()
+
+    began = time.monotonic()
+    assert start("ranks").wait() == 0
+    seconds = time.monotonic() - began
+    while killed < times:
+        rounds += 1
+        name = f"ranks-{rounds}"
+        while not [*sweeps.runs(name).glob("smoke*/short/0")]:
+            process = start(name)
+            resumed += bool([*sweeps.runs(name).glob("smoke*/short/*.partial/checkpoint.pt")])
+            until = time.monotonic() + rng.uniform(0, seconds)
+            while process.poll() is None and (time.monotonic() < until or killed == times):
+                time.sleep(SMALLEST_WAIT)
+            ranks = [pid for pid in group_of(process.pid) if pid != str(process.pid)]
+            if process.poll() is not None or len(ranks) < 2:
+                assert process.wait() == 0
+                continue
+            os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+            killed += 1
+            assert process.wait(timeout=300) != 0 and not group_of(process.pid)
+        assert record(name) == record("ranks")
+    return {"killed": killed, "resumed": resumed, "rounds": rounds, "records": rounds}
+
+
 def damage(folder: Path) -> dict[str, int]:
     """Flip every byte of every file of a record, cut it at every length, and read; returns counts.
 
@@ -472,6 +519,7 @@ def main() -> None:
     arguments.add_argument("--kills", type=int)
     arguments.add_argument("--stops", type=int)
     arguments.add_argument("--requeues", type=int)
+    arguments.add_argument("--killed-ranks", type=int)
     arguments.add_argument("--damage", action="store_true")
     arguments.add_argument("--cases", type=int)
     arguments.add_argument("--interrupts", type=int)
@@ -506,6 +554,8 @@ def main() -> None:
                     "trained_once": sum(n == 1 for n in twice.values()),
                 }
                 made["kills"] = kill_at_random(sweeps, expected, seconds, options.kills)
+        if options.killed_ranks:
+            made["killed_ranks"] = kill_ranks(Sweeps(folder), options.killed_ranks)
         if options.cases:
             made["inputs"] = inputs(options.cases)
         if options.interrupts:
