@@ -228,15 +228,21 @@ def stop_at_random(
     return {"stops": told.total(), "as_promised": said, "rounds": rounds, "by": dict(told)}
 
 
-def group_of(leader: int) -> list[str]:
-    """The processes of a group that are still there (Linux)."""
-    members = []
+def processes() -> Iterator[tuple[str, str, str]]:
+    """Each process that is still there (Linux): its number, its parent's, and its group's."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-            if group == str(leader) and state != "Z":
-                members.append(path.parent.name)
-    return members
+            state, parent, group = path.read_text().rpartition(")")[2].split()[:3]
+            if state != "Z":
+                yield path.parent.name, parent, group
+
+
+def group_of(leader: int) -> list[str]:
+    return [number for number, _, group in processes() if group == str(leader)]
+
+
+def children_of(process: int) -> list[str]:
+    return [number for number, parent, _ in processes() if parent == str(process)]
 
 
 def wait_for_an_instant(
@@ -324,7 +330,7 @@ def requeue_at_random(
 
 
 def kill_ranks(sweeps: Sweeps, times: int, seed: int = 0) -> dict[str, int]:
-    """Kill (-9) one of the two processes of a shared run at random instants, and start both again, until it was so often.
+    """Kill (-9) one of the two processes of a shared run at random instants, and start again, until it was so often.
 
     After each kill the launcher must have ended both, and have failed. At the end of a round the record must be that of
     a run that nothing disturbed, in config and metrics. Returns counts.
@@ -358,13 +364,14 @@ def kill_ranks(sweeps: Sweeps, times: int, seed: int = 0) -> dict[str, int]:
             until = time.monotonic() + rng.uniform(0, seconds)
             while process.poll() is None and (time.monotonic() < until or killed == times):
                 time.sleep(SMALLEST_WAIT)
-            ranks = [pid for pid in group_of(process.pid) if pid != str(process.pid)]
+            ranks = children_of(process.pid)
             if process.poll() is not None or len(ranks) < 2:
                 assert process.wait() == 0
                 continue
             os.kill(int(rng.choice(ranks)), signal.SIGKILL)
             killed += 1
-            assert process.wait(timeout=300) != 0 and not group_of(process.pid)
+            assert process.wait(timeout=300) != 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
         assert record(name) == record("ranks")
     return {"killed": killed, "resumed": resumed, "rounds": rounds, "records": rounds}
 
