@@ -40,7 +40,10 @@ sleep 5
 python -m sinkutils sweep --preset smoke --only k_bias --seeds 0 1 --checkpoint-seconds 0 --runs "$here/runs" \
     --slurm partition=main time=1:00:00 cpus_per_task=2 &
 sweep=$!
-until ls "$here"/runs/smoke/k_bias/*.partial/checkpoint.pt > /dev/null 2>&1; do sleep 1; done
+until ls "$here"/runs/smoke/k_bias/*.partial/checkpoint.pt > /dev/null 2>&1; do
+    kill -0 $sweep  # it ends this script if the sweep has ended
+    sleep 1
+done
 scancel --signal=USR2 "$(squeue --noheader --format=%i)"
 sleep 5
 squeue

@@ -105,10 +105,7 @@ class SharedRun(Run):
 
     def of_main(self, value: Any) -> Any:
         """What `value` is in the main process."""
-        from accelerate.utils import broadcast_object_list
-
-        (value,) = broadcast_object_list([value])
-        return value
+        return _first(self.world, lambda: value)
 
 
 def train_shared(
