@@ -5,7 +5,7 @@
 # make portable  runs the unit tests and all notebooks as on other machines (an hour; CI does so at night)
 # make oldest  checks measuring with torch 2.6 and transformers 4.56, in an environment of its own
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
-# make slides  makes a lecture of 45 minutes of the short route's pages: book/slides.html
+# make slides  makes a lecture of 45 minutes of the story's pages: book/slides.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make lab   puts docs/lab/index.html together anew, of its sources and of the weights and maps that the page holds;
 #            docs/lab/record_lab.py makes those
@@ -80,11 +80,13 @@ portable: $(VENV)/.installed
 # What measuring promises of the oldest torch and transformers that it works with.
 OLDEST := .venv-oldest
 OLD_TESTS := test_capture.py test_left_as_found.py test_surgery.py test_sinks.py test_probes.py test_for_trainers.py \
+	$(patsubst %,'test_batches.py::test_each_text_packed_in_a_row_has_the_numbers_that_it_has_alone[%]', \
+	llama-sdpa gpt2-sdpa llama-eager) \
 	$(patsubst %,'test_families.py::test_alpha_is_that_of_dense_attention_and_logits_stay[%]', \
 	llama mistral qwen3 gemma2 gemma3_text phi olmo2 gpt2 gpt_neox opt bloom falcon gpt_oss)
 oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet 'torch>=2.6,<2.7' 'transformers>=4.56,<4.57' --editable '.[test,models]'
+	$(OLDEST)/bin/python -m pip install --quiet 'torch>=2.6,<2.7' 'transformers>=4.56,<4.57' --editable '.[test,models,hub]'
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(addprefix tests/unit/,$(OLD_TESTS))
 
 sweep: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """How SmolLM2's sink is made, into data/open_lms: python benchmarks/mechanism.py smollm2
 
-The surgery of notebook 07, which does it live on the study's own models. A minute or two on one
+The surgery of notebook 07b, which does it live on the study's own models. A minute or two on one
 core.
 """
 

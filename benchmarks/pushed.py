@@ -1,7 +1,7 @@
 """Is what marks a first token one direction? Into data/pushed.json: python benchmarks/pushed.py smollm2
 
 What attention gives token 30 is moved in some blocks: by the mean first token's output less the mean
-other token's, both of other texts, or by a random vector of the same length. Notebook 07 has the
+other token's, both of other texts, or by a random vector of the same length. Notebook 07a has the
 cut beside it, where token 30 attends to itself alone. Two minutes on one core.
 """
 

@@ -1,4 +1,4 @@
-"""A lecture of 45 minutes: one HTML file, made from the pages of the short route as they were committed.
+"""A lecture of 45 minutes: one HTML file, made from the pages of the story as they were committed.
 
     python docs/slides.py [FILE]      writes book/slides.html (make slides); nothing is executed or fetched
 
@@ -24,9 +24,9 @@ LINK = re.compile(r"\[(.+?)\]\([^)]*\)")  # a link between pages leads nowhere f
 BEFORE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>When attention sink emerges</title>
 <style>
 body { font: 22px/1.4 sans-serif; margin: 0; color: #222; background: #fff }
-section { display: none; max-width: 1100px; margin: 0 auto; padding: 3vh 3vw }
+section { display: none; max-width: min(1600px, 94vw); margin: 0 auto; padding: 2vh 2vw }
 section.shown { display: block }
-img { width: 100%; max-height: 70vh; object-fit: contain }
+img { width: 100%; max-height: 76vh; object-fit: contain }
 table { font-size: 70%; border-collapse: collapse } td, th { border-bottom: 1px solid #ccc; padding: .3em }
 footer { color: #777; font-size: 65% }
 aside { display: none; font-size: 75%; border-top: 1px solid #ccc }

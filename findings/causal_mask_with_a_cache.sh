@@ -26,7 +26,7 @@ v = np.eye(S, dtype=np.float32)[None, None]  # so that the output is the row of 
 
 
 def seen(out):
-    return (np.array(out).reshape(T, S) > 0).sum(axis=1).tolist()
+    return (np.array(out.tolist()).reshape(T, S) > 0).sum(axis=1).tolist()
 
 
 by_torch = torch.nn.functional.scaled_dot_product_attention(

@@ -61,6 +61,8 @@ class Command(Parser):
             self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
             self.set_defaults(function=getattr(home, f"{self.name}_command"))
             self.name = ""
+            # This calls us again. Texts and models may then stand behind an option, too.
+            return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
 
@@ -164,8 +166,6 @@ def measure_options(command: Parser) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     """Measure the attention sink of causal language models."""
-    import pandas as pd
-
     from sinkutils.checks import require
     from sinkutils.measuring.probes import BOS
     from sinkutils.measuring.report import check_epsilons, check_targets
@@ -197,6 +197,7 @@ def measure_command(options: argparse.Namespace) -> None:
                 report = measured.measure(ids, **how)
                 report.name = f"{name}, {kind or options.text.name}, {first} first"
                 reports[report.name] = report
+        del measured  # its memory is free before pandas is imported for the table
     if options.json:
         numbers = {title: report.to_dict() for title, report in reports.items()}
         print(json.dumps(numbers))
@@ -205,6 +206,8 @@ def measure_command(options: argparse.Namespace) -> None:
     if "natural" in kinds and corpus is None:
         print(f"\nnatural text: held-out docstrings, SHA-256 {natural_digest()}")
     if len(options.model) > 1:  # one row per input: checkpoints of one run give a training curve
+        import pandas as pd
+
         summaries = {title: report.summary() for title, report in reports.items()}
         table = pd.DataFrame(summaries).T
         print(f"\n{table.round(3).to_string()}")

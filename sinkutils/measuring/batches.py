@@ -12,6 +12,7 @@ with its own mask and positions, and each of its texts is a sample of its own.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -31,6 +32,8 @@ MOST_ROWS = 8  # so many are looked at, to see whether an entry changes a pass
 # Entries that say what a row without padding, which holds one text, says anyway.
 POSITIONS = ("attention_mask", "position_ids", "seq_idx")
 LENGTHS = ("cu_seq", "max_length_", "max_seqlen")  # how the names of entries for packing begin
+# The names of entries for what a model keeps of tokens that it has read: keys and values, a state
+CACHE = re.compile("past|^cache_params$|^mems$|^state$")
 
 
 class Row(NamedTuple):
@@ -80,6 +83,7 @@ class Inputs:
             f"got {self.ids.dtype} of the shape {tuple(self.ids.shape)}",
         )
         for name, x in entries.items():
+            check_entry(name)
             if isinstance(x, np.ndarray | list) and name != "attention_mask":
                 entries[name] = as_tensor(x)
         longest = max(check_targets(targets, self.ids.shape[1]))
@@ -176,6 +180,12 @@ class Inputs:
         mask = self.entries.get("attention_mask")
         if mask is None:
             return torch.ones(self.ids.shape, dtype=torch.bool, device="cpu")
+        require(
+            not isinstance(mask, Tensor) or mask.ndim < 3,
+            "attention_mask says of each query which keys it sees, and not which ids are padding or "
+            "where a text begins: give it as (samples, T), 1 at tokens and 0 at padding, and tell "
+            "of texts packed in a row by position_ids",
+        )
         self._by_token("attention_mask", mask)
         numbers = mask.to("cpu", torch.float64)
         require(
@@ -341,9 +351,24 @@ class Inputs:
             return x
         x = x.narrow(axis, index, 1)
         by_token = x.ndim > axis + 1 and x.shape[axis + 1] == self.ids.shape[1]
-        if text is not None and by_token:
+        # The states of an encoder are of its own tokens, even if there are as many.
+        if text is not None and by_token and not name.startswith("encoder_"):
             x = x.narrow(axis + 1, text.start, text.stop - text.start)
         return x
+
+
+def check_entry(name: str) -> None:
+    """Refuse an entry with which the ids are not the tokens that are measured."""
+    require(
+        not CACHE.search(name),
+        f"{name} holds what the model keeps of other tokens, which would stand before the ids: "
+        "leave it out, and give one text of all tokens as ids",
+    )
+    require(
+        name != "inputs_embeds",
+        "inputs_embeds take the place of ids, so that it is not known which tokens they are: leave "
+        "them out, or give the maps of your own pass to su.report",
+    )
 
 
 def dense(name: str, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import distributed, nn
@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from sinkutils.checks import integer
 from sinkutils.measuring.batches import Ids, Inputs
-from sinkutils.measuring.measure import measure
+from sinkutils.measuring.measure import DECODED, measure
 from sinkutils.measuring.refusals import cut_by, is_sharded
 
 LOGGER = logging.getLogger("sinkutils")
@@ -57,7 +57,10 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     """
 
     def __init__(self, ids: Ids, every: int = 500, **options: Any) -> None:
-        Inputs(ids, options.get("attention_mask"), (1,))  # raises ValueError for anything else
+        if not (
+            isinstance(ids, Mapping) and DECODED & ids.keys()
+        ):  # the decoder's are not known yet
+            Inputs(ids, options.get("attention_mask"), (1,))  # raises ValueError for anything else
         self.ids = ids
         self.every = integer("every", every, least=1)
         self.options = {"entropy": True} | options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
 from sinkutils.model.decoder import TransformerLM
 
 CHECK_TOKENS = 16  # the most tokens in the text of the check
+# Entries of a batch from which an encoder-decoder model has what its decoder reads
+DECODED = {"decoder_input_ids", "labels"}
 TOKENS_A_BATCH = 8192  # the default batch_size gives about this many tokens per forward pass
 
 
@@ -45,6 +47,9 @@ def measure(
         every process has to call this function.
     ids: (samples, T), or what a tokenizer or a trainer's collator returns, with all its entries:
         those that the model's forward takes and that change its pass are handed to it.
+        Of an encoder-decoder model it is a batch with decoder_input_ids or labels, beside what the
+        encoder reads (input_ids, input_features, ..) or has returned (encoder_outputs). Measured is
+        the decoder's self-attention.
     targets: the positions k for which alpha_k is computed, counted from 1.
     epsilons: the thresholds of Sink_k^eps in the printed table.
     attention_mask: (samples, T), 1 at tokens and 0 at padding. Padding is cut off, and sequences of
@@ -79,6 +84,10 @@ def measure(
         + (": su.load_lm loads one by its name" if isinstance(model, str | os.PathLike) else ""),
     )
     # --- the arguments, checked before anything runs
+    if isinstance(ids, Mapping) and not ids.keys().isdisjoint(DECODED):
+        from sinkutils.measuring.refusals import decoder_of
+
+        model, ids = decoder_of(model, ids)
     inputs = Inputs(ids, attention_mask, targets)
     texts = inputs.texts
     lengths = inputs.lengths
@@ -92,7 +101,8 @@ def measure(
         f"bos must be True, False or None (read it off the ids), got {bos!r}",
     )
     check_weights(model)
-    firsts = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
+    # The ids of BOS, if the model names any. A decoder's texts may begin with a token of their own.
+    firsts = token_ids(model, "bos_token_id") | token_ids(model, "decoder_start_token_id")
     if "attention_mask" not in inputs.entries:
         warn_of_padding(inputs.ids, model, firsts)
     warn_of_two_bos(texts, firsts)

@@ -62,11 +62,12 @@ def let_ask(
             state.set(module, "bias", causal.new_ones(()).expand_as(causal))
 
     # Without a cache, 4.x looks for several texts packed into one row, and makes a mask of T x T
-    # even if there is only one. We measure one text per row, so we skip this.
+    # even if there is only one. None says that there is one.
     packed = masking_utils.find_packed_sequence_indices
 
     def find_packed(position_ids: Any) -> Any:
-        return None if is_watched() else packed(position_ids)
+        found = packed(position_ids)
+        return None if is_watched() and not found.any() else found
 
     state.set(masking_utils, "find_packed_sequence_indices", find_packed)
 

@@ -124,7 +124,7 @@ def _one_by_one(texts: Any) -> Iterator[str]:
             yield part
 
 
-def _is_stream(texts: Any) -> bool:
+def is_stream(texts: Any) -> bool:
     """Whether texts come one after the other from somewhere, perhaps without an end."""
     return not hasattr(texts, "__len__") or isinstance(texts, DataLoader)
 
@@ -139,14 +139,8 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: Any) 
     if isinstance(texts, Pieces):
         windows = _windows_of_pieces(tokenizer, n, needed, generator, texts)
     else:
-        stream = _is_stream(texts)
-        for index, text in enumerate(_one_by_one(texts)):
-            windows += _cut(tokenizer, text, needed)
-            if stream and n and len(windows) >= READ_AHEAD * n:
-                break
-            if stream and max(index, len(windows)) >= LONGEST_STREAM:
-                require(n is not None, f"texts have not ended after {index + 1}: say n=..")
-                break
+        for _, of_text in read_ahead(tokenizer, n, needed, texts):
+            windows += of_text
     least = n or 1
     require(
         len(windows) >= least,
@@ -155,6 +149,23 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: Any) 
     )
     drawn = np.sort(generator.permutation(len(windows))[:n])  # all windows if n is None
     return np.array(windows)[drawn]
+
+
+def read_ahead(
+    tokenizer: Any, n: int | None, needed: int, texts: Any
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Each text with its windows; those of a stream until there are READ_AHEAD * n windows."""
+    stream = is_stream(texts)
+    count = 0
+    for index, text in enumerate(_one_by_one(texts)):
+        windows = _cut(tokenizer, text, needed)
+        count += len(windows)
+        yield text, windows
+        if stream and n and count >= READ_AHEAD * n:
+            return
+        if stream and max(index, count) >= LONGEST_STREAM:
+            require(n is not None, f"texts have not ended after {index + 1}: say n=..")
+            return
 
 
 def _cut(tokenizer: Any, text: str, needed: int) -> list[list[int]]:
@@ -211,7 +222,7 @@ def _natural(
         if corpus is not None:
             texts = list(map(corpus.decode, corpus.documents("probe")))
     stream = _one_by_one(texts)
-    documents = list(islice(stream, READ_AHEAD * n if _is_stream(texts) else None))
+    documents = list(islice(stream, READ_AHEAD * n if is_stream(texts) else None))
     generator = np.random.default_rng([seed, PROBES.index("natural")])
     drawn = (documents[index] for index in generator.permutation(len(documents)))
     chosen = []

@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.utils import find_labels
 
 from sinkutils.checks import Refused, require
 from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call, home_of
+from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound
 
 LATER = "sees later tokens: it is no causal LM (encoder-only?)"
 SILENT = (
@@ -105,6 +108,42 @@ def _does_more(module: nn.Module) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+class HandedOver(Exception):
+    """Ends a forward pass, once it is known what the decoder is handed."""
+
+
+def decoder_of(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The decoder of an encoder-decoder model, and the batch that the model hands to it.
+
+    batch: what the model's forward takes. The encoder runs, unless the batch holds its output, and
+    the pass ends before the decoder. Any other model is returned as it is, with its batch.
+    """
+    decoder = None
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        decoder = model.get_decoder()
+    if decoder is None or decoder is model:
+        return model, batch
+    handed: dict[str, Any] = {}
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        handed.update(inspect.signature(decoder.forward).bind(*args, **kwargs).arguments)
+        raise HandedOver
+
+    def moved(x: Any) -> Any:
+        return x.to(model.device) if isinstance(x, Tensor) else x
+
+    state = LeftAsFound()
+    with ONE_AT_A_TIME, state, state, suppress(HandedOver):
+        state.evaluate(model)
+        kwargs_too = decoder._forward_pre_hooks_with_kwargs
+        state.hook(decoder._forward_pre_hooks, note, with_kwargs=kwargs_too)
+        getattr(model, "_orig_mod", model)(**tree_map(moved, dict(batch)))
+    entries = {name: x for name, x in handed.items() if isinstance(x, Tensor)}
+    entries.pop("cache_position", None)
+    require("input_ids" in entries, f"{type(model).__name__} hands its decoder no input_ids")
+    return decoder, entries
 
 
 class Arguments:
@@ -227,8 +266,9 @@ def check_kind(model: Any) -> None:
     require(reason is None, f"{kind} cannot be measured: {reason}")
     if config.is_encoder_decoder and _has_encoder(model):
         raise Refused(
-            f"{kind} is, or is the encoder of, an encoder-decoder model, and no causal LM: its "
-            "decoder alone can be measured, model.get_decoder()"
+            f"{kind} is, or is the encoder of, an encoder-decoder model, and no causal LM: give "
+            "su.measure a batch with decoder_input_ids or labels beside what the encoder reads; its "
+            "decoder alone can be measured, too, model.get_decoder()"
         )
     if getattr(model.base_model, "attention_type", None) == "block_sparse":  # BigBird
         raise Refused(f"{kind} {BLOCK_SPARSE}")

@@ -338,8 +338,9 @@ class Report:
         text += str(table.rename_axis(columns="key").to_string())
         if len(self.targets) > 1:
             most = max(self.targets, key=self.excess)
+            of = "all" if len(self.targets) == self.length else "those measured"
             text += (
-                f"\nmost attention: position {most}, of those measured "
+                f"\nmost attention: position {most}, of {of} "
                 f"(excess {self.excess(most):.3f}, mean over texts, layers and heads)"
             )
         if self.star is not None:

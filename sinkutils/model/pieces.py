@@ -85,7 +85,9 @@ def pieces(q: Tensor, k: Tensor, heads: int, spec: AttentionSpec) -> Iterator[Pi
                 yield Piece(queries, keys, *masks[sizes], first, star)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the loop would be unrolled
+# A compiler would unroll the loop. `torch.compiler.disable` does the same, and imports the compiler
+# (80 MB) with this module, not when the function is called.
+@torch._disable_dynamo
 def in_pieces(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, g: Tensor | None) -> Tensor:
     """The output (B, H, T, E) for q, k, v after phi and g. The caller multiplies by alpha."""
     with torch.autocast(q.device.type, enabled=False):

@@ -124,9 +124,11 @@ const KINDS = {
 
   // Drag a logit, see what each operation makes of it.
   logits() {
-    const { logits, match, matching } = DATA, table = document.createElement("table");
+    const { logits, match, matching, descent } = DATA, table = document.createElement("table");
     const put = makeToy(table, DATA);
-    button(match ? "nothing matches" : "all alike", () => put(logits));
+    button(match ? "nothing matches" : "after descent", () => put(logits));
+    if (descent) button("all alike", () => put(logits.map(() => 0)));
+    if (descent) button("one step of descent", put.descend);
     if (match) button("one key matches", () => put(Object.assign([...logits], { [match]: matching })));
     put(logits);
     replaceStill(table);

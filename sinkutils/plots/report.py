@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sinkutils.checks import instance, require
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.probes import probe
+from sinkutils.measuring.probes import is_stream, probe, read_ahead
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.texts import Pieces, natural_digest
 from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode
@@ -64,15 +64,18 @@ def report_model(
     """Measure a model on the three probes, with and without a BOS, and return an HTML page.
 
     tokenizer: None if there is none. The page is then about random and repeated ids only.
-    texts: your own natural text, which is cut into windows; None: docstrings.
+    texts: your own natural text, which is cut into windows; None: docstrings. A stream is read
+        only as far as it is needed.
     n, length: texts per probe, and tokens per text.
     beside: as in `report_page`.
     Raises ValueError like `probe` and `measure`.
     """
-    if texts is not None and not isinstance(texts, Pieces):
-        texts = list(texts)
     if tokenizer is None:
         tokenizer = WithoutTokenizer(model)
+    if texts is not None and not isinstance(texts, Pieces):
+        if is_stream(texts) and not isinstance(tokenizer, WithoutTokenizer):
+            texts = (text for text, _ in read_ahead(tokenizer, n, length, texts))
+        texts = list(texts)
     inputs = _inputs(tokenizer, texts, n, length)
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
     title, main = next(iter(reports.items()))

@@ -25,8 +25,8 @@ function makeToy(table, { names, low, high, values }) {
   const titles = addRow("", WORDS.logit, "", "softmax", "sigmoid",
     say(WORDS.with, { key: names[0] }));
   titles.style.fontWeight = "bold";
-  const sliders = names.map((name) => make("input", { type: "range", min: low, max: high, step: 0.5,
-    ariaLabel: say(WORDS.logitOf, { key: name }), oninput: show }));
+  const sliders = names.map((name) => make("input", { type: "range", min: low, max: high,
+    step: values ? 0.05 : 0.5,    ariaLabel: say(WORDS.logitOf, { key: name }), oninput: show }));
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
   sliders.forEach((slider) => { slider.style.width = "var(--slider, min(120px, 15vw))"; });
   const spent = outputs(), lengths = outputs();
@@ -57,8 +57,17 @@ function makeToy(table, { names, low, high, values }) {
       if (values) lengths[column].textContent = two(lengthOf(weights));
     });
   }
-  return (logits) => {
+  const put = (logits) => {
     sliders.forEach((slider, i) => { slider.value = logits[i]; });
     show();
   };
+  // One step of gradient descent on half the squared length of the last column's output o, with a
+  // rate of 1. Its slope on logit j is A_j o.(v_j - o).
+  put.descend = () => {
+    const logits = sliders.map((slider) => Number(slider.value)), weights = softmax(logits);
+    const o = values[0].map((_, d) => sum(weights.map((weight, i) => weight * values[i][d])));
+    const along = values.map((v) => sum(o.map((x, d) => x * (v[d] - x))));
+    put(logits.map((s, j) => s - weights[j] * along[j]));
+  };
+  return put;
 }

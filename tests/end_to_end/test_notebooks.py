@@ -109,7 +109,7 @@ def test_a_page_can_be_read_in_a_few_minutes_and_names_things_in_words(path):
 
 
 def test_every_figure_and_table_of_the_paper_has_its_cell_or_a_reason_why_not():
-    """The rows of data/paper/places.csv, which appendix F shows, together name Figures 1 to 30 and Tables 1 to 15."""
+    """The rows of data/paper/places.csv, which 10 shows, together name Figures 1 to 30 and Tables 1 to 15."""
     named = set()
     for row in pd.read_csv(PAPER / "places.csv", keep_default_na=False).itertuples():
         kind, first, last = re.match(r"(Figure|Table)s? (\d+)(?: to (\d+))?", row.item).groups()

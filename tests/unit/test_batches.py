@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from helpers import alpha_by_definition, own_model, refuses
-from small_models import build, eager_maps, tokens
+from small_models import build, eager_maps, state_of, tokens
 from torch.testing import assert_close
 
 from sinkutils import explore, surgery
@@ -305,5 +305,100 @@ def test_steps_of_two_make_each_token_a_text_and_a_boolean_mask_is_added():
     message = "steps other than 1"
     with pytest.warns(UserWarning, match=message):
         measure(model, {"input_ids": ids, "position_ids": 2 * torch.arange(T)[None]})
-    refuses("attention_mask must have the shape of ids", measure, model, ids, attention_mask=seen)
+    refuses(
+        "attention_mask says of each query which keys", measure, model, ids, attention_mask=seen
+    )
     assert tf.Gemma2ForCausalLM(build("gemma2").config)._supports_sdpa is False
+
+
+# --- encoder-decoders
+
+
+SMALL = {
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+WHISPER = {"max_source_positions": 20, "num_mel_bins": 8, "suppress_tokens": None}
+SPOKEN = {"input_features": torch.linspace(-1, 1, 3 * 8 * 40).reshape(3, 8, 40)}
+WHOLE = {
+    "t5": (tf.T5ForConditionalGeneration, tf.T5Config(**T5, decoder_start_token_id=0)),
+    "bart": (tf.BartForConditionalGeneration, tf.BartConfig(**SMALL)),
+    "whisper": (
+        tf.WhisperForConditionalGeneration,
+        tf.WhisperConfig(**SMALL | WHISPER, begin_suppress_tokens=None),
+    ),
+}
+
+
+def whole(name):
+    """A random encoder-decoder model, and what its encoder reads."""
+    kind, config = WHOLE[name]
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    mask = torch.arange(12)[None] < torch.tensor([[12], [9], [5]])
+    written = {"input_ids": tokens(3, 12), "attention_mask": mask.long()}
+    return model, SPOKEN if name == "whisper" else written
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.filterwarnings("ignore:texts of")
+def test_a_decoder_is_measured_with_what_its_encoder_has_read(name):
+    model, read = whole(name)
+    target = tokens(3, 12).flip(1)
+    mask = torch.ones_like(target)
+    mask[1, 10:] = 0
+    for said in (
+        {"decoder_input_ids": target},
+        {"labels": target},
+        {"decoder_input_ids": target, "decoder_attention_mask": mask},
+    ):
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            maps = model(**read, **said, output_attentions=True).decoder_attentions
+        before = state_of(model)
+        report = measure(model, read | said, TARGETS)
+        model.set_attn_implementation("sdpa")
+        fast = measure(model, read | said, TARGETS)
+        for index, n in enumerate(report.lengths.tolist()):
+            expected = alpha_by_definition([m[index, None, :, :n, :n] for m in maps], TARGETS)
+            assert_close(report.alpha[index], expected[0], **close)
+            assert_close(fast.alpha[index], expected[0], **close)
+        assert report.bos == ("labels" in said)
+        model.set_attn_implementation("eager")
+        assert state_of(model) == before
+    with torch.no_grad():
+        states = model.get_encoder()(**read)
+    kept = {n: x for n, x in read.items() if n == "attention_mask"}
+    for outputs in (states, (states[0],)):
+        given = kept | {"encoder_outputs": outputs, "decoder_input_ids": target}
+        report = measure(model, given, TARGETS)
+        expected = measure(model, read | {"decoder_input_ids": target}, TARGETS).alpha
+        assert_close(report.alpha, expected, **close)
+    alone = measure(model.get_decoder(), target, TARGETS)
+    assert (alone.alpha - expected).abs().max() > 0.05
+    refuses("give su.measure a batch with decoder_input_ids", measure, model, target)
+
+
+@pytest.mark.parametrize("operate", [measure, surgery.untouched])
+def test_what_stands_for_other_tokens_than_the_ids_is_refused_by_its_name(operate):
+    model, ids = build("llama"), tokens()
+    with torch.no_grad():
+        past = model(ids[:, :4], use_cache=True).past_key_values
+        embedded = model.get_input_embeddings()(ids)
+    seen = torch.ones(3, 1, T, T).tril()
+    says = {
+        "past_key_values holds what the model keeps of other tokens": {"past_key_values": past},
+        "cache_params holds what the model keeps": {"cache_params": object()},
+        "mems holds what the model keeps": {"mems": [torch.zeros(3, 3, 8)] * 2},
+        "inputs_embeds take the place of ids": {"inputs_embeds": embedded},
+        "attention_mask says of each query which keys": {"attention_mask": seen},
+        "attention_mask says of each query which": {"attention_mask": seen[:, 0].bool()},
+        "attention_mask must be of type Tensor, got dict": {"attention_mask": {"full": seen}},
+    }
+    for message, entry in says.items():
+        refuses(message, operate, model, {"input_ids": ids} | entry)

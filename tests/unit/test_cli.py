@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sinkutils import __version__, config, experiments, load_lm, measure, probe, train
 from sinkutils.__main__ import main
-from sinkutils.commands import WRONG
+from sinkutils.commands import WRONG, parser
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.tokenizer import special_ids
 from sinkutils.names import record_named
@@ -30,6 +30,15 @@ from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural
 from sinkutils.study.store import Runs
 from sinkutils.study.task import fix_position
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["lab m a b -o x.html", "lab m -o x.html a b", "lab m a -o x.html b", "lab -o x.html m a b"],
+)
+def test_texts_may_stand_behind_an_option(line):
+    options = parser().parse_args(line.split())
+    assert (options.model, options.texts, str(options.output)) == ("m", ["a", "b"], "x.html")
 
 
 def said(capsys, *arguments) -> str:
@@ -76,7 +85,7 @@ REFUSED = {
     "run --only 99": "starts with 99; there are 00_quickstart",
     "run --only 00 nosuch": "starts with nosuch; there are",
     "train k_bias --preset smoke --runs README.md": "(Not a directory): give --runs another folder",
-    "run --only 07 -p colour red": "07_how_a_sink_is_made has no parameter colour; it has preset, texts",
+    "run --only 07b -p colour red": "07b_the_first_tokens_state has no parameter colour; it has preset, texts",
     "": "the following arguments are required: command",
     "dance": "invalid choice: 'dance' (choose from 'list', 'train'",
 }

@@ -297,6 +297,14 @@ def test_one_long_text_is_windows_of_a_page():
     assert numbers_of(html)["reports"]["natural"]["samples"] == 10
 
 
+def test_a_page_reads_a_stream_of_texts_only_as_far_as_it_needs():
+    endless = itertools.count()
+    texts = (f"w{index % 9} w2 w3 w4 " * 20 for index in endless)
+    html = su.report_model(own_model(), word_tokenizer(57), "ours", texts, n=3, length=16)
+    assert numbers_of(html)["reports"]["natural"]["samples"] == 3
+    assert next(endless) <= 10
+
+
 def test_a_token_that_opens_a_comment_swallows_nothing(ids):
     tokens = word_tokenizer(58, ("<!--", "<script>"))
     picture = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)
