@@ -105,7 +105,10 @@ class SharedRun(Run):
 
     def of_main(self, value: Any) -> Any:
         """What `value` is in the main process."""
-        return _first(self.world, lambda: value)
+        from accelerate.utils import broadcast_object_list
+
+        (value,) = broadcast_object_list([value])
+        return value
 
 
 def train_shared(
