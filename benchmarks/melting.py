@@ -196,9 +196,7 @@ def main() -> None:
     words = iter(sys.argv[1:])
     for name, seed in zip(words, words, strict=True):
         with reproducible(torch.device("cpu")):
-            both = {
-                kind: course(name, int(seed), kind == "pushed") for kind in ("pushed", "twin")
-            }
+            both = {kind: course(name, int(seed), kind == "pushed") for kind in ("pushed", "twin")}
         keep("melting", f"{name}, seed {seed}", both)
 
 
