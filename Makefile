@@ -86,7 +86,7 @@ OLD_TESTS := test_capture.py test_left_as_found.py test_surgery.py test_sinks.py
 	llama mistral qwen3 gemma2 gemma3_text phi olmo2 gpt2 gpt_neox opt bloom falcon gpt_oss)
 oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet 'torch>=2.6,<2.7' 'transformers>=4.56,<4.57' --editable '.[test,models,hub]'
+	$(OLDEST)/bin/python -m pip install --quiet 'torch>=2.6,<2.7' 'transformers>=4.56,<4.57' --editable '.[test,models]'
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(addprefix tests/unit/,$(OLD_TESTS))
 
 sweep: $(VENV)/.installed

@@ -312,8 +312,8 @@ def rounded(model: torch.nn.Module, ids: torch.Tensor, bits: int, first_exact: b
         step = rest.abs().amax(dim=(1, 2, 3), keepdim=True) / (2 ** (bits - 1) - 1)
         return torch.cat([exact, (rest / step).round() * step], dim=2)
 
-    with surgery.operating(model, ids, cache=True) as (capture, _):
-        return surgery.run(capture, ids, lambda _: Rounded(config=capture.config))
+    with surgery.operating(model, ids, cache=True) as (capture, inputs, _):
+        return surgery.run(capture, inputs, lambda _: Rounded(config=capture.config))
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,6 @@ def run_notebooks(
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    # The kernels inherit this: two notebooks run at a time, on one core each.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
     failed: list[str] = []
 
     def execute(path: Path) -> None:
@@ -91,7 +88,8 @@ def run_notebooks(
             _refresh(path, done)
         tqdm.write(f"{path.stem} -> {written or path}")
 
-    with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
+    bar = tqdm(total=len(paths), unit="notebook")
+    with one_thread(), ThreadPoolExecutor(2) as pool, bar:
         running = [pool.submit(execute, path) for path in paths]
         try:
             for future in as_completed(running):
@@ -107,6 +105,21 @@ def run_notebooks(
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)
     return failed
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A context in which kernels start with one thread, if the environment does not say how many.
+
+    Two notebooks run at a time, on one core each.
+    """
+    told = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        if not told:
+            del os.environ["OMP_NUM_THREADS"]
 
 
 def end_kernels() -> None:

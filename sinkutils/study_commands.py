@@ -32,7 +32,8 @@ def add_variant(command: Parser) -> None:
         default=[],
         metavar="FIELD=VALUE",
         type=assignment,
-        help="train a variant of your own: model.attention.scale=0.5, in YAML; needs --name",
+        help="train a variant of your own: model.attention.scale=0.5, in YAML; needs --name; "
+        "in a sweep it changes the base or the one of --only",
     )
     add("--name", help="the name of your variant, and of its records")
 
@@ -159,6 +160,7 @@ def sweep_options(command: Parser) -> None:
         help="only these seeds (default: those of the study's plan)",
     )
     add("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
+    add_variant(command)
     add(
         "--engine",
         default="local",
@@ -184,7 +186,8 @@ def sweep_command(options: argparse.Namespace) -> int:
     def say(outcome: RunOutcome) -> None:
         tqdm.write(str(outcome))  # above the bar
 
-    which = chosen(options, "seeds", "only", "runs", "corpus")
+    which = chosen(options, "seeds", "only", "runs", "corpus", "name")
+    which["change"] = dict(options.change)
     if options.dry_run:
         seconds = 0.0
         plan = estimate(options.preset, **which)

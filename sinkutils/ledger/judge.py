@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+import pandas as pd
 from scipy.special import stdtrit
-from scipy.stats import rankdata
 
 from sinkutils.checks import choice
 from sinkutils.ledger.claims_file import REAL, Check, Claim
@@ -335,7 +335,7 @@ def _later(check: Check, ours: Readings) -> CheckOutcome:
         onsets.append(times)
         words.append(f"{times.count(math.inf)} of {name}")
     first, _ = onsets
-    ranks = rankdata(np.concatenate(onsets))
+    ranks = pd.Series(np.concatenate(onsets)).rank().to_numpy()  # scipy.stats takes long to import
     total = ranks[: len(first)].sum()
     sums = np.array([sum(chosen) for chosen in combinations(ranks, len(first))])
     # The shares of all divisions of these ranks in which the first has as late, or as early, a sum.

@@ -129,15 +129,14 @@ class Inputs:
     @property
     def positions(self) -> int:
         """The number of positions that the longest row has."""
-        by_row = [int(self.lengths.max())]
+        longest = int(self.lengths.max())
+        positions = self.entries.get("position_ids")
         for row in self.whole:
-            positions = self.entries.get("position_ids")
-            by_row.append(
-                self.ids.shape[1]
-                if positions is None
-                else int(_of_row(positions, self._axis("position_ids"), row.number).max()) + 1
-            )
-        return max(by_row)
+            if positions is None:
+                return self.ids.shape[1]
+            of_row = positions.select(self._axis("position_ids") or 0, row.number)
+            longest = max(longest, int(of_row.max()) + 1)
+        return longest
 
     # --- where the texts stand
 
@@ -149,9 +148,7 @@ class Inputs:
         for index, is_token in enumerate(real):
             places = is_token.nonzero()[:, 0]
             said = ""  # the entry that tells of several texts in this row
-            starts = torch.zeros(
-                len(places), dtype=torch.bool, device="cpu"
-            )  # where another text begins
+            starts = torch.zeros_like(places, dtype=torch.bool)  # where another text begins
             for name, numbers in texts_by.items():
                 found = numbers[index, places].diff() != 0
                 if not found.any():  # it tells of no second text, as a mask of ones
@@ -170,7 +167,8 @@ class Inputs:
                 texts.append(slice(int(tokens[0]), int(tokens[-1]) + 1))
             plain = len(texts) == 1
             if plain and positions is not None:
-                found = _of_row(positions, self._axis("position_ids"), index)[..., texts[0]]
+                of_row = positions.select(self._axis("position_ids") or 0, index)
+                found = of_row[..., texts[0]]
                 counted = torch.arange(found.shape[-1], device="cpu")
                 plain = bool((found.cpu() == counted).all())
             yield Row(index, tuple(texts), whole=not plain)
@@ -386,8 +384,3 @@ def as_tensor(value: Any) -> Any:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         return value
-
-
-def _of_row(x: Tensor, axis: int | None, index: int) -> Tensor:
-    row: Tensor = x.select(axis or 0, index)
-    return row

@@ -219,11 +219,6 @@ def streams_of(family: str, x: Tensor, width: int) -> Tensor | None:
     return x.movedim(axis if axis >= 0 else 2, 1) if x.ndim == 4 else None
 
 
-def aside_from_text(base: nn.Module) -> set[nn.Module]:
-    """The modules that attend to images, to sound or to an encoder's states."""
-    return {module for name, module in base.named_modules() if NOT_TEXT.search(name)}
-
-
 def is_of_transformers(function: Any) -> bool:
     """Whether a function is written in transformers itself, and was not registered from outside."""
     if isinstance(function, partial):

@@ -126,7 +126,10 @@ class Capture:
         else:
             self.blocks, self.layers, self.places = taught.layers_of(self.model, self.taught)
         self.modules = set(self.base.modules())
-        self.aside = families.aside_from_text(self.base) - self.layers.keys()
+        # Modules that attend to images, to sound or to an encoder's states
+        parts = self.base.named_modules()
+        self.aside = {module for name, module in parts if families.NOT_TEXT.search(name)}
+        self.aside -= self.layers.keys()
         # True: the module asks the interface for its attention function. False: it does not.
         chooses = {families.chooses_attention(module) for module in self.layers}
         if self.taught is not None and self.taught.returns_weights is not None:
@@ -239,9 +242,10 @@ class Capture:
         S is the number of residual streams: one, or as many as `families.STREAMS` says.
         values: the block's arguments or outputs, in any nesting of tuples and dicts.
         """
-        known = taught.hidden_of(self, values)
-        if known:
-            return known[0][:, None]
+        if self.taught is not None and self.taught.hidden is not None:
+            known = taught.hidden_of(self, values)
+            if known:
+                return known[0][:, None]
         config = self.config.get_text_config()
         width = getattr(config, "hidden_size", None) or self.table.shape[1]
         found = None

@@ -15,9 +15,10 @@ from sinkutils.measuring.arrays import as_tensor
 from sinkutils.measuring.measure import distinct_pairs
 from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.tally import Tally
-from sinkutils.model.attention import divide
+from sinkutils.model.attention import attend, divide
+from sinkutils.model.config import AttentionSpec
 
-ELEMENTS = 2**25  # attention weights in memory at a time, from queries and keys
+ELEMENTS = 2**24  # attention weights in memory at a time, from queries and keys
 SHAPES = {"maps": "(B, H, T, T)", "q": "(B, H, T, D)", "k": "(B, G, T, D)", "sinks": "(H,)"}
 ROUNDED = {2: 2e-2, 4: 1e-3, 8: 1e-3}  # bytes of a number -> how far a row's sum may be from 1
 
@@ -211,22 +212,17 @@ def add_softmax(
         f"sinks of layer {layer + 1} must have the shape ({H},), one logit per query head",
     )
     wide = torch.promote_types(q.dtype, torch.float32)
-    keys = k.to(wide).repeat_interleave(H // k.shape[1], dim=1)
-    factor = D**-0.5 if scale is None else scale
-    columns = torch.arange(T, device=q.device)
+    keys = k.to(wide)
+    spec = AttentionSpec(window=window, sink_logit="none" if sinks is None else "learned")
+    logit = None if sinks is None else sinks.to(wide)
+    size = max(1, ELEMENTS // (B * H * T))
     parts = []
-    for rows in columns.split(max(1, ELEMENTS // (B * H * T))):
-        logits = q[:, :, rows].to(wide) @ keys.mT * factor  # (B, H, R, T)
-        hidden = columns > rows[:, None]
-        if window is not None:
-            hidden = hidden | (rows[:, None] - columns >= window)
-        logits = logits.masked_fill(hidden, -torch.inf)
-        lse = logits.logsumexp(dim=-1)
-        star = None
-        if sinks is not None:
-            sink = sinks.to(lse)[:, None]
-            lse = torch.logaddexp(lse, sink)
-            star = torch.exp(sink - lse)
-        weights = torch.exp(logits - lse[..., None])
-        parts.append(tally.reduced(layer, weights)._replace(star=star))
+    for start in range(0, T, size):
+        rows = q[:, :, start : start + size].to(wide)
+        # The values do not matter here. The weights have a first column for the sink, if there is one.
+        _, weights = attend(
+            rows, keys, keys, spec, start=start, logit_scale=scale, sink_logit=logit
+        )
+        star = None if sinks is None else weights[..., 0]
+        parts.append(tally.reduced(layer, weights[..., -T:])._replace(star=star))
     tally.add_weights(layer, parts)

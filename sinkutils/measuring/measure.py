@@ -84,10 +84,7 @@ def measure(
         + (": su.load_lm loads one by its name" if isinstance(model, str | os.PathLike) else ""),
     )
     # --- the arguments, checked before anything runs
-    if isinstance(ids, Mapping) and not ids.keys().isdisjoint(DECODED):
-        from sinkutils.measuring.refusals import decoder_of
-
-        model, ids = decoder_of(model, ids)
+    model, ids = decoded(model, ids)
     inputs = Inputs(ids, attention_mask, targets)
     texts = inputs.texts
     lengths = inputs.lengths
@@ -147,9 +144,17 @@ def measure(
     if bos is None and firsts:
         bos = all(int(text[0]) in firsts for text in texts)
     report.bos = bos
-    warn_of_short_texts(report)
-    warn_of_mixed_texts(report)
+    warn_of_texts(report)
     return report
+
+
+def decoded(model: Any, ids: Ids) -> tuple[Any, Ids]:
+    """The decoder of an encoder-decoder model and the batch that it is handed; else both as given."""
+    if not isinstance(ids, Mapping) or DECODED.isdisjoint(ids):
+        return model, ids
+    from sinkutils.measuring.refusals import decoder_of  # our own models do not need transformers
+
+    return decoder_of(model, ids)
 
 
 def check_weights(model: nn.Module) -> None:
@@ -261,10 +266,11 @@ def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
     )
 
 
-def warn_of_short_texts(report: Report) -> None:
+def warn_of_texts(report: Report) -> None:
     """Warn if the texts are so short that even uniform attention exceeds a threshold.
 
     Then Sink_1 would be 100 % for uniform attention, which is no sink.
+    Warn also if texts that are packed in a row attend to those in front of them.
     """
     eps = min(report.epsilons)
     if 1 in report.targets and report.floor > eps:
@@ -273,10 +279,6 @@ def warn_of_short_texts(report: Report) -> None:
             f"all keys has alpha_1 = {report.floor:.2f}. Look at the excess, or give longer texts",
             stacklevel=3,
         )
-
-
-def warn_of_mixed_texts(report: Report) -> None:
-    """Warn if texts that are packed in a row attend to those in front of them."""
     if report.packed.startswith("see"):
         warnings.warn(
             f"the texts packed in a row {report.packed}, in the model's own pass: their first tokens "

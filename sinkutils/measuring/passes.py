@@ -413,7 +413,7 @@ def fused(
     if device == "cpu":
         # This private op assumes that the last dimension is contiguous. It does not check this, and
         # gives wrong numbers where it is not.
-        q, k, v = map(_last_contiguous, (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     elif name == "_scaled_dot_product_flash_attention":
         out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
@@ -429,10 +429,6 @@ def fused(
         # The argument True asks for the log-sum-exp.
         out, lse, *_ = op(q, k, v, mask, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]  # some kernels pad T
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def fused_rows(

@@ -87,8 +87,7 @@ def untouched(
     transformers' interface. The functions that need a cache also refuse a model that keeps anything
     but keys and values between tokens: linear layers, a second state, an index of keys.
     """
-    inputs = Inputs(ids, attention_mask, (1,))
-    with operating(model, inputs) as (source, _):
+    with operating(model, ids, attention_mask) as (source, inputs, _):
         return run(source, inputs, last=last)
 
 
@@ -123,8 +122,7 @@ def edit(
         edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))
     """
     choice("place", place, PLACES)
-    inputs = Inputs(ids, attention_mask, (1,))
-    with operating(model, inputs) as (source, state):
+    with operating(model, ids, attention_mask) as (source, inputs, state):
         every = list(range(len(source.blocks)))
         if place in ("query", "key", "value"):
             every = sorted(source.layers.values())  # a hybrid model has blocks without attention
@@ -256,8 +254,7 @@ def hide(
     last: as in `untouched`.
     targets: the positions k of the report's Sink_k.
     """
-    inputs = Inputs(ids, attention_mask, (1,))
-    with operating(model, inputs, cache=True) as (source, _):
+    with operating(model, ids, attention_mask, cache=True) as (source, inputs, _):
         length = int(inputs.lengths.max())
         since = integer("since", since, 2, length)
         keys = torch.arange(length)
@@ -281,8 +278,7 @@ def stream(
     """
     window = integer("window", window, least=1)
     sinks = integer("sinks", sinks, least=0)
-    inputs = Inputs(ids, attention_mask, (1,))
-    with operating(model, inputs, cache=True) as (source, _):
+    with operating(model, ids, attention_mask, cache=True) as (source, inputs, _):
         keys = torch.arange(int(inputs.lengths.max()))
         queries = keys[:, None]
         behind_window = queries - keys >= window
@@ -308,8 +304,7 @@ def transplant(
     k* and v* take the place of a token in front of the text. So the text has the positions 2..T+1,
     and k* has the first, at which rotary does not turn a key.
     """
-    inputs = Inputs(ids, attention_mask, (1,))
-    with operating(model, inputs, cache=True) as (source, _):
+    with operating(model, ids, attention_mask, cache=True) as (source, inputs, _):
         source.check_positions(inputs.positions + 1)
         texts = Inputs(donors, None, (1,)).texts
         check_range(texts, source.vocabulary)
@@ -337,16 +332,16 @@ def transplant(
 
 @contextmanager
 def operating(
-    model: nn.Module, ids: Ids | Inputs, *, cache: bool = False
-) -> Iterator[tuple[Any, LeftAsFound]]:
+    model: nn.Module, ids: Ids, attention_mask: Tensor | None = None, *, cache: bool = False
+) -> Iterator[tuple[Any, Inputs, LeftAsFound]]:
     """A context in which the model is in eval mode, without gradients, and its attention is read.
 
     When it ends, the model is in its original state. Yields what observes the model, an `OwnModel`
-    or a `Capture`, and the state to which changes are added.
+    or a `Capture`, the texts, and the state to which changes are added.
     cache: whether the operation needs a model that keeps keys and values, and nothing else, between
         tokens.
     """
-    inputs = ids if isinstance(ids, Inputs) else Inputs(ids, None, (1,))
+    inputs = Inputs(ids, attention_mask, (1,))
     require(
         not inputs.whole,
         "surgery takes one text a row, whose positions count from the first: give each text a row "
@@ -379,7 +374,7 @@ def operating(
         # The check also finds out which attention functions the model uses.
         source.check(short_text(tokens, inputs.positions), longest.ids, longest.entries)
         if isinstance(source, OwnModel):
-            yield source, state
+            yield source, inputs, state
             return
         if source.legacy:
             raise Refused(
@@ -391,7 +386,7 @@ def operating(
                 f"{source.kind} keeps something else than keys and values of each layer between "
                 "tokens"
             )
-        yield source, state
+        yield source, inputs, state
 
 
 def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
@@ -414,14 +409,14 @@ def cached(capture: Capture, ids: Tensor) -> Any:
 
 def run(
     source: Any,
-    ids: Ids | Inputs,
+    inputs: Inputs,
     cache: Callable[[int], DynamicCache] | None = None,
     last: int | None = None,
     hidden: Tensor | None = None,
     edit: Edit | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Outcome:
-    """Run the operation on ids (samples, T), and return its losses and its report.
+    """Run the operation on the texts, and return its losses and its report.
 
     source: an `OwnModel` or a `Capture`.
     cache: a function; cache(B) makes the cache that stands in front of a batch of B texts. With it,
@@ -431,7 +426,6 @@ def run(
     edit: a change of q, k or v.
     targets: the positions k of the report's Sink_k.
     """
-    inputs = ids if isinstance(ids, Inputs) else Inputs(ids, None, (1,))
     lengths = inputs.lengths
     shortest = int(lengths.min())
     if last is not None:

@@ -248,17 +248,10 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
         last = before[before.rfind("\n") + 1 :]  # the last line before the string that is not empty
         code = last.partition("#")[0].rstrip()
         after_colon = last.endswith(":") or code.endswith(":")
-        if after_colon or (first and _only_comments(before)):
+        # A module's docstring has only comments and empty lines before it.
+        if after_colon or (first and all(x.lstrip()[:1] in ("", "#") for x in before.splitlines())):
             yield match
         first = False
-
-
-def _only_comments(source: str) -> bool:
-    for line in source.splitlines():
-        text = line.strip()
-        if text and not text.startswith("#"):
-            return False
-    return True
 
 
 def text_of(path: Path) -> str:

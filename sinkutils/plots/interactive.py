@@ -27,7 +27,7 @@ from torch import nn
 
 from sinkutils.checks import instance, integer, integers, require, short
 from sinkutils.measuring.batches import Ids, Inputs
-from sinkutils.measuring.measure import measure
+from sinkutils.measuring.measure import decoded, measure
 from sinkutils.plots.figures import SHADES, attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, alt_text, json_in_html, png, printable
 
@@ -151,6 +151,7 @@ def explore(
     Raises ValueError like `measure`, and for an invalid length or head.
     """
     length = integer("length", length, least=1)
+    model, ids = decoded(model, ids)
     inputs = Inputs(ids, None, (1,))
     require(
         tokenizer is None or hasattr(tokenizer, "decode"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkutils import checks
-from sinkutils.checks import choice, integer, require
+from sinkutils.checks import Refused, choice, integer, require
 from sinkutils.model.config import SIMILARITY_NAMES, LMConfig
 
 Json = dict[str, Any]  # such as a config, the metrics of a record, or a report
@@ -182,8 +182,10 @@ def paths_of(config: Any, before: str = "") -> Iterator[str]:
             yield f"{before}{name}"
 
 
-def no_field(path: str, known: list[str]) -> str:
-    """The message that there is no such field, with similar ones, first those of the same end."""
+def check_field(path: str, known: list[str]) -> None:
+    """Raise ValueError unless there is such a field, with similar ones, first of the same end."""
+    if path in known:
+        return
     end = path.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == end]
     near += difflib.get_close_matches(path, known, n=3, cutoff=0.5)
@@ -191,7 +193,7 @@ def no_field(path: str, known: list[str]) -> str:
     near += [ends[match] for match in difflib.get_close_matches(end, ends, n=2, cutoff=0.6)]
     there = ", ".join([*dict.fromkeys(near)][:3])
     hint = f": did you mean {there}?" if there else ", only " + ", ".join(known)
-    return f"there is no field {path!r}{hint}"
+    raise Refused(f"there is no field {path!r}{hint}")
 
 
 def replaced(config: Any, tree: Json) -> Any:

@@ -6,6 +6,7 @@ cache. The folder is written as a whole or not at all, and its digest is checked
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import lzma
@@ -17,6 +18,7 @@ import tarfile
 import warnings
 from bisect import bisect
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -351,8 +353,19 @@ def write_meta(folder: Path, meta: Meta) -> None:
 def verified(folder: Path) -> Meta:
     """The contents of a cache folder's meta.json.
 
-    Raises ValueError if a file of the folder is missing or has changed.
+    A process reads the files once, and again if a size or a time has changed: the paper's text has
+    10 GB. Raises ValueError if a file of the folder is missing or has changed.
     """
+    state = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            status = entry.stat()
+            state.append((entry.name, status.st_size, status.st_mtime_ns))
+    return dict(_verified(folder, tuple(sorted(state))))
+
+
+@lru_cache(maxsize=32)
+def _verified(folder: Path, state: tuple[tuple[str, int, int], ...]) -> Meta:
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
         meta: Meta = json.loads(text)

@@ -170,14 +170,16 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
 
     For post-norm blocks there is one more, the norm ratio before their last norm.
     """
-    alphas = dict(zip(report["targets"], report["alpha"], strict=True))
+    targets = [*report["targets"]]
+    alphas = [*report["alpha"]]
     if report.get("alpha_star"):
-        alphas["star"] = report["alpha_star"]
+        targets.append("star")
+        alphas.append(report["alpha_star"])
+    even = np.array([uniform_alpha(report["T"], k, window) for k in targets])
+    by_head = excess(np.array(alphas), even[:, None, None])  # (targets, L, H)
     found = {}
-    for k, alpha in alphas.items():
-        even = uniform_alpha(report["T"], k, window)
-        by_head = excess(np.array(alpha), even)  # (L, H)
-        found[f"excess_{k}"] = by_head.mean(axis=1)
+    for k, by_layer in zip(targets, by_head.mean(axis=2), strict=True):
+        found[f"excess_{k}"] = by_layer
     found["live"] = live_heads(report, window).mean(axis=1)
     if "hidden_peaks" in report:
         peaks = np.array(report["hidden_peaks"])  # (L, T)
@@ -205,11 +207,10 @@ def live_heads(report: Json, window: int | None) -> np.ndarray:
     alphas = np.array(report["alpha"])  # (targets, L, H)
     if window == 1 and not own_keys:
         return np.full(alphas.shape[1:], np.nan)
-    alive = np.zeros(alphas.shape[1:])
-    for k, alpha in zip(report["targets"], alphas, strict=True):
-        even = uniform_alpha(report["T"], k, window, own_keys=own_keys)
-        distance = abs(alpha / even - 1)  # (L, H)
-        alive[distance > EVEN] = 1
+    targets = report["targets"]
+    even = np.array([uniform_alpha(report["T"], k, window, own_keys) for k in targets])
+    distance = abs(alphas / even[:, None, None] - 1)  # (targets, L, H)
+    alive: np.ndarray = (distance > EVEN).any(axis=0).astype(float)
     return alive
 
 

@@ -39,11 +39,11 @@ from sinkutils.study.config import (
     Json,
     RunConfig,
     TrainConfig,
+    check_field,
     check_name,
     config_dict,
     config_hash,
     from_dict,
-    no_field,
     paths_of,
     replaced,
 )
@@ -258,7 +258,7 @@ def own_preset(source: str | Path | Json) -> Preset:
             plain[field_name] = value
     known = [one.name for one in dataclasses.fields(Preset)]
     for field_name in plain:
-        require(field_name in known, no_field(field_name, known))
+        check_field(field_name, known)
     run = _override(RunConfig("base", name, 0, like.model, like.data, like.train), change, like)
     plain |= {"name": name, "model": run.model, "data": run.data, "train": run.train}
     made = dataclasses.replace(like, **plain)
@@ -334,18 +334,29 @@ def keeps_weights(run: RunConfig) -> bool:
 
 
 def plan(
-    preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None
+    preset: str,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] | None = None,
+    change: Json | None = None,
+    name: str | None = None,
 ) -> list[RunConfig]:
-    """The runs of a preset, the most informative first.
+    """The runs of a preset, the most informative first, or those of a variant of your own.
 
     seeds: the seeds of every experiment. None means that each has its own number of seeds.
     only: the names of the experiments. None means all that need no download and that the preset
     does not leave out; these others are trained only when `only` names them.
+    change, name: a variant, as for `config`, of the base or of the one experiment in `only`. It has
+    three seeds if `seeds` does not say which.
 
     The first three seeds come first: the base, then the headline experiments, then the others.
     Further seeds follow in the same order. Experiments from later papers come last.
     """
     seeds = None if seeds is None else [*seeds]
+    if change or name is not None:
+        names = ["base"] if only is None else [*only]
+        require(len(names) == 1, f"a variant changes one experiment, got {', '.join(names)}")
+        numbers = range(FIRST_SEEDS) if seeds is None else seeds
+        return [config(names[0], preset, seed, change=change, name=name) for seed in numbers]
     if only is None:
         names = [name for name in _runs(preset) if not experiment(name).download]
     else:
@@ -433,7 +444,7 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
         *parts, name = path.split(".")
-        require(path in known, no_field(path, known))
+        check_field(path, known)
         inner = tree
         old: Any = run
         for part in parts:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 BLOCKS = ("peak_1", "value_ratio_1")  # a number for each block
 STEPS = ("losses", "gradient_norms")  # a number for each step since the point before
 NUMBERS = ("step", "valid_loss", "train_loss", "sink_", "excess_")  # how their names begin
+LARGEST = 1e308
 NORMS = ("hidden_norms", "key_norms", "value_norms", "before_norm_norms", "hidden_peaks")
 
 
@@ -68,9 +69,8 @@ def check_metrics(metrics: Any, model: Json) -> None:
     final = metrics.get("final")
     require(isinstance(curve, list), "its curve is no list")
     require(isinstance(final, dict), "its final is no object")
-    _check_points(curve)
-    if final or status == "done":
-        _check_points([final])
+    ended = [final] if final or status == "done" else []
+    _check_points([*curve, *ended], model["num_layers"])
     if "report" in final:
         _check_report(final["report"], model)
     gradients = final.get("gradients", {"input": []})
@@ -78,29 +78,29 @@ def check_metrics(metrics: Any, model: Json) -> None:
     _numbers("gradients", gradients["input"])
 
 
-def _check_points(points: list[Any]) -> None:
-    """Evaluations: their steps, their losses, and their sinks in percent."""
-    values: dict[str, list[Any]] = {}
+def _check_points(points: list[Any], blocks: int) -> None:
+    """Evaluations: their steps, their losses, their sinks in percent, and numbers by block."""
+    columns: dict[str, list[Any]] = {}  # all numbers of one name
     for point in points:
         require(isinstance(point, dict), "a point of its curve is no object")
-        for name in ("step", "valid_loss", "sink_1"):
-            require(name in point, f"a point of its curve lacks {name}")
         for name, value in point.items():
-            values.setdefault(name, []).append(value)
-    for name, column in values.items():
-        if name in STEPS:
-            for steps in column:
-                require(_numbers(name, steps).ndim == 1, f"{name} is no list")
-        elif name in BLOCKS:
-            require(_numbers(name, column).ndim == 2, f"{name} is no list")
-        if not name.startswith(NUMBERS):
-            continue
-        numbers = _numbers(name, column)
-        require(numbers.ndim == 1, f"{name} is a list")
+            column = columns.setdefault(name, [])
+            if name in BLOCKS or name in STEPS:
+                require(isinstance(value, list), f"{name} is no list")
+                require(name in STEPS or len(value) == blocks, f"{name} is not of each block")
+                column.extend(value)
+            elif name.startswith(NUMBERS):
+                column.append(value)
+    for name in ("step", "valid_loss", "sink_1"):
+        require(len(columns.get(name, [])) == len(points), f"a point of its curve lacks {name}")
+    for name, column in columns.items():
+        types = {*map(type, column)}
+        require(types <= {int, float}, f"{name} holds what is no number")
+        low, high = min(column, default=0), max(column, default=0)
+        require(-LARGEST < low and high < LARGEST, f"{name} holds what is not finite")
         if name == "step":
-            require(numbers.dtype.kind == "i" and numbers.min() >= 0, "step is no count")
+            require(types <= {int} and low >= 0, "step is no count")
         if name.startswith("sink_"):
-            low, high = numbers.min(), numbers.max()
             require(low >= 0 and high <= 100, f"{name} of {low:g} to {high:g} is no share")
 
 

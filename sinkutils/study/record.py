@@ -30,7 +30,7 @@ import platform
 import stat
 import subprocess
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -190,6 +190,11 @@ class Record:
             model = TransformerLM(from_dict(LMConfig, self.config["model"]))
             model.load_state_dict(weights)
         return model.eval()
+
+    def check_config(self) -> None:
+        """Raise `CorruptRecord` unless the config is a possible one."""
+        with _explained(self.folder, "config.json"):
+            check_config(self.config)
 
     def check(self) -> None:
         """Check that all files but the weights are as they were written.
@@ -386,18 +391,19 @@ def read_record(target: Path) -> Record:
     return record
 
 
-def open_record(target: Path, known: Callable[[Json], bool] | None = None) -> Record:
+def open_record(target: Path, checked: bool = True) -> Record:
     """Open a record. Only its config is read now; the other files are read on first access.
 
-    known: whether a config is known to be possible, so that it need not be checked.
+    checked: whether the config is checked too.
     """
     digests = _digests(target)
     config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
         config = upgrade(config)
-        if known is None or not known(config):
-            check_config(config)
-    return Record(target, config, digests)
+    record = Record(target, config, digests)
+    if checked:
+        record.check_config()
+    return record
 
 
 def _digests(target: Path) -> dict[str, str]:

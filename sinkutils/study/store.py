@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from sinkutils import paths
 from sinkutils.checks import integer, require
+from sinkutils.paths import replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import (
     RECIPE,
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 LOCK_SECONDS = 0.2
 SEED = re.compile(r"(0|[1-9][0-9]*)|\.(0|[1-9][0-9]*)\.old")  # the folder of a record
 # All files that the folder of an unfinished run may have; those of paths.replace_file are deleted.
-UNFINISHED = ("checkpoint.pt", "lock")
+UNFINISHED = ("checkpoint.pt", "lock", "owner")
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class RunFolder:
                 "another folder, or one on another disk",
             ) from error
         with lock:
+            self._own()
             try:
                 finish_replacement(self.folder)
                 for half in self.partial.glob(".*.tmp"):  # of a process that died while it wrote
@@ -153,9 +156,34 @@ class RunFolder:
                 yield
                 self.checkpoint.unlink(missing_ok=True)
             finally:
+                self._own(ended=True)
                 if not self.checkpoint.exists():
                     with contextlib.suppress(OSError):
                         remove(self.partial, UNFINISHED)
+
+    def _own(self, ended: bool = False) -> None:
+        """Write beside the lock who has it. At the end, delete that.
+
+        Not all file systems that machines share share locks too. So a warning says if a process on
+        another machine has, or may have, trained this run at the same time.
+        """
+        file = self.partial / "owner"
+        mine = f"{socket.gethostname()} {os.getpid()}"
+        other = ""
+        with contextlib.suppress(OSError):
+            other = file.read_text(encoding="utf-8", errors="replace")
+        host = other.partition(" ")[0]
+        if host and host != socket.gethostname():
+            warnings.warn(
+                f"{self.name}: a process on {host} began this run and has not ended it: if it "
+                "still runs, these machines share no locks, and each trains the whole run; the "
+                "record is whole whichever ends last",
+                stacklevel=5,
+            )
+        if not ended:
+            replace_file(file, mine.encode())
+        elif other == mine:
+            file.unlink()
 
 
 @dataclass(frozen=True)
@@ -201,13 +229,11 @@ class Runs:
         seeds: Sequence[int] | None = None,
         corpus: Identity | None = None,
         only: Sequence[str] | None = None,
+        **variant: Any,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` that have no record on that corpus, in the same order."""
-        missing = []
-        for run in plan(preset, seeds, only):
-            if self.of(run, corpus).record() is None:
-                missing.append(run)
-        return missing
+        runs = plan(preset, seeds, only, **variant)
+        return [run for run in runs if self.of(run, corpus).record() is None]
 
     def entries(self, preset: str, contents: bool = True) -> Iterator[Record]:
         """Every record of a preset, sorted by experiment and seed.
@@ -299,10 +325,11 @@ def _with_status(folder: Path, contents: bool = True) -> Record:
     """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
     preset, experiment, _ = folder.parts[-3:]
     try:
-        wanted = _expected(preset, experiment, seed_of(folder))
-        of_study = isinstance(wanted, dict) and "model" in wanted  # which has one config
-        record = open_record(folder, lambda config: of_study and not _differs(config, wanted))
-        reason = wanted if isinstance(wanted, str) else _differs(record.config, wanted)
+        record = open_record(folder, checked=False)
+        reason = _stale(record.config, preset, experiment, seed_of(folder))
+        known = preset in presets() and experiment in by_name()
+        if reason or not known:  # otherwise the config is one of the study's
+            record.check_config()
         if reason:
             return replace(record, problem=("stale", reason))
         if contents:
@@ -314,27 +341,22 @@ def _with_status(folder: Path, contents: bool = True) -> Record:
         return Record(folder, {}, {}, ("corrupt", str(error)))
 
 
-def _expected(preset: str, experiment: str, seed: int) -> Json | str:
-    """What the config of a record in this folder must hold, or why there can be no such record.
+def _stale(config: Json, preset: str, experiment: str, seed: int) -> str:
+    """Why a record with this config is stale in the folder of a preset and an experiment, or "".
 
     An experiment of the study has one config at a preset. A variant of one's own, or an experiment
     at a preset of one's own, may have any.
     """
     # The folder of a preset, or for another text such as "laptop@path-mine-0123abcd".
     base, apart, _ = preset.partition("@")
-    if base not in presets() or experiment not in by_name():
-        return {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
-    try:
-        wanted: Json = grid.contents(experiment, base, seed)
-    except ValueError as error:  # the preset has no such experiment
-        return str(error)
-    return wanted if apart else wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
-
-
-def _differs(config: Json, wanted: Json | str) -> str:
-    """In what the config of a record differs from what it must hold, in words, or ""."""
-    if isinstance(wanted, str):
-        return wanted
+    wanted: Json = {"preset": base, "experiment": experiment, "seed": seed, "recipe": RECIPE}
+    if base in presets() and experiment in by_name():
+        try:
+            wanted = grid.contents(experiment, base, seed)
+        except ValueError as error:  # the preset has no such experiment
+            return str(error)
+        if not apart:
+            wanted = wanted | {"corpus": {"name": wanted["data"]["corpus"]}}
     fields = sorted(_different(wanted, config))
     if not fields:
         return ""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,8 +34,8 @@ from sinkutils.checks import first_line, integer, real
 from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
 from sinkutils.study.corpus import load_corpus, located
 from sinkutils.study.grid import find_preset
-from sinkutils.study.record import CHECKPOINT_SECONDS, RunLocked
-from sinkutils.study.store import Folder, RunFolder, Runs, before
+from sinkutils.study.record import CHECKPOINT_SECONDS, Folder, RunLocked
+from sinkutils.study.store import RunFolder, Runs, before
 
 POLL_SECONDS = 0.2  # between two looks at the runs that other processes are training
 STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM
@@ -196,6 +196,7 @@ class Batch:
 
     device: cpu, cuda, .., as for `places`. text: the identity of the text if it is not the
     preset's own. options: further ones of `sinkutils train`. logs: the folder of the runs' logs.
+    of: if the runs are those of a variant, the experiment that it changes.
     """
 
     runs: Sequence[RunConfig]
@@ -205,6 +206,7 @@ class Batch:
     text: Identity | None
     options: Sequence[str]
     logs: Path
+    of: str | None = None
 
     def __call__(self, ended: Ended = lambda outcome: None) -> list[RunOutcome]:
         """Train all runs, and return how each ended.
@@ -255,7 +257,7 @@ class Batch:
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 file = Path(scratch, "outcome.json")
-                arguments = (run.experiment, "--seed", str(run.seed), *self.options)
+                arguments = (self.of or run.experiment, "--seed", str(run.seed), *self.options)
                 status = workers.run(arguments, log, file)
                 told = json.loads(file.read_bytes()) if file.exists() else _unsaid(status, log)
         except Exception as error:  # such as a full disk; the other runs go on
@@ -298,6 +300,8 @@ def sweep(
     runs: Folder = None,
     slurm: Mapping[str, str] | None = None,
     corpus: str | None = None,
+    change: Json | None = None,
+    name: str | None = None,
     device: str | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
@@ -314,6 +318,7 @@ def sweep(
     slurm: None means on this machine. Otherwise the runs go to a cluster, with these options of
     Slurm's, such as {"account": "mine", "time": "2:00:00"} (`study.slurm.submit`).
     corpus: where to load the text from instead of the preset's own, such as packed:<file>.
+    change, name: a variant of your own to train instead (`grid.plan`).
     device: the device to train on. None means the one that the preset is made for, so that all
     seeds of a preset are trained alike.
     ended: is called with the outcome of each run as soon as it has ended.
@@ -337,8 +342,14 @@ def sweep(
     if corpus:
         options += ["--corpus", located(corpus)]
         text = _text_of(preset_name, located(corpus))
-    missing = store.missing(preset_name, seeds, text, only)
-    batch = Batch(missing, jobs, device, store, text, options, store.folder / "logs" / preset_name)
+    missing = store.missing(preset_name, seeds, text, only, change=change, name=name)
+    logs = store.folder / "logs" / preset_name
+    batch = Batch(missing, jobs, device, store, text, options, logs)
+    if name is not None:
+        batch = replace(batch, of=(only or ["base"])[0])
+        options += ["--name", name]
+        for path, value in (change or {}).items():
+            options += ["--set", f"{path}={json.dumps(value)}"]
     if not missing:
         return []
     batch.logs.mkdir(parents=True, exist_ok=True)
@@ -405,9 +416,10 @@ def estimate(
     runs: Folder = None,
     corpus: str | None = None,
     only: Sequence[str] | None = None,
+    **variant: Any,
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its estimated seconds (`seconds_a_run`)."""
     text = _text_of(preset_name, corpus) if corpus else None
     store = Runs(runs)
-    planned = store.missing(preset_name, seeds, text, only)
+    planned = store.missing(preset_name, seeds, text, only, **variant)
     return [*zip(planned, seconds_a_run(planned, store), strict=True)]

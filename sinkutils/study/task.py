@@ -20,8 +20,8 @@ from torch import Tensor
 from sinkutils.checks import require
 from sinkutils.measuring.tokenizer import fix_position
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.config import DataConfig, Json, RunConfig
-from sinkutils.study.corpus import Corpus, load_corpus, public_name
+from sinkutils.study.config import DataConfig, Json, RunConfig, public_name
+from sinkutils.study.corpus import Corpus, load_corpus
 
 CPU = torch.device("cpu")
 # A GPU holds the whole text of its run if it is smaller than this number of bytes. Every text of

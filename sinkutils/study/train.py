@@ -41,7 +41,13 @@ from sinkutils.study.evaluate import (
     last_measurements,
     sinks,
 )
-from sinkutils.study.record import CHECKPOINT_SECONDS, CorruptRecord, Record, write_record
+from sinkutils.study.record import (
+    CHECKPOINT_SECONDS,
+    CorruptRecord,
+    Folder,
+    Record,
+    write_record,
+)
 from sinkutils.study.step import (
     GraphedStep,
     compiles,
@@ -52,7 +58,7 @@ from sinkutils.study.step import (
     set_rate,
     usable_precision,
 )
-from sinkutils.study.store import Folder, Runs, before, claim, start_of
+from sinkutils.study.store import Runs, before, claim, start_of
 from sinkutils.study.task import Task, pretraining
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.

@@ -516,7 +516,8 @@ def test_verdict_and_picture_share_a_screen_and_a_desk_opens_on_attention(driver
     try:
         visit(driver)
         if width == 1280:
-            assert driver.execute_script(top.format("map")) < 500
+            # With the widest fonts that we have met; with others it begins 40 pixels higher.
+            assert driver.execute_script(top.format("map")) < 0.7 * height
         for number in range(1, 1 + len(ANSWERS)):
             visit(driver, f"#tour={number}")
             by_id(driver, "guess").send_keys(Keys.ARROW_RIGHT)

@@ -379,6 +379,8 @@ def test_a_decoder_is_measured_with_what_its_encoder_has_read(name):
         report = measure(model, given, TARGETS)
         expected = measure(model, read | {"decoder_input_ids": target}, TARGETS).alpha
         assert_close(report.alpha, expected, **close)
+    page = explore(model, read | {"decoder_input_ids": target})
+    assert page.data["alpha"][0] == pytest.approx(expected[0, 0].flatten().tolist(), abs=2e-3)
     alone = measure(model.get_decoder(), target, TARGETS)
     assert (alone.alpha - expected).abs().max() > 0.05
     refuses("give su.measure a batch with decoder_input_ids", measure, model, target)

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import hashlib
 import importlib
 import io
 import itertools
@@ -560,3 +561,15 @@ def test_of_a_packed_corpus_only_its_five_plain_files_are_taken(kind, tmp_path):
     refuses(f"is not a complete file of pack_corpus: .*{message}", load, name, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["cache", "text.tar.xz"]
+
+
+def test_the_files_of_a_text_are_read_once_and_again_after_a_change(corpus, tmp_path, monkeypatch):
+    folder = tmp_path / "text"
+    shutil.copytree(corpus.folder, folder)
+    read = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *a: read.append(1) or digest(*a))
+    first, second = corpora.Corpus(folder), corpora.Corpus(folder)
+    assert len(read) == 4 and first.identity == second.identity
+    (folder / "train.bin").write_bytes(bytes(2))
+    refuses("are not as they were written", corpora.Corpus, folder)

@@ -16,6 +16,7 @@ from sinkutils import __main__ as cli
 from sinkutils.ledger.readings import readings
 from sinkutils.model import attention
 from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.study import grid
 from sinkutils.study.record import record_folder, write_record
 
 TINY = {"name": "tiny", "like": "smoke", "train": {"steps": 4, "eval_every": 2, "valid_chunks": 4}}
@@ -288,3 +289,30 @@ def test_only_our_own_refusals_are_one_line(monkeypatch, capsys):
             cli.main(command)
     assert "sinkutils:" in capsys.readouterr().err
     assert sys.exc_info()[0] is None
+
+
+def test_a_sweep_of_a_variant_changes_one_experiment_and_has_three_seeds(tmp_path):
+    change = {"model.attention.scale": 0.5}
+    runs = grid.plan("smoke", change=change, name="mine")
+    assert [(run.experiment, run.seed) for run in runs] == [("mine", 0), ("mine", 1), ("mine", 2)]
+    assert {run.model.attention.scale for run in runs} == {0.5}
+    (biased,) = grid.plan("smoke", [4], ["k_bias"], change=change, name="mine")
+    assert biased == su.config("k_bias", "smoke", 4, change=change, name="mine")
+    refuses("changes one experiment, got a, b", grid.plan, "smoke", only=["a", "b"], name="mine")
+    refuses("needs a name of its own", grid.plan, "smoke", change=change)
+
+
+@pytest.mark.slow
+def test_the_workers_of_such_a_sweep_train_the_variant(tmp_path):
+    values = {
+        "model.attention.scale": 0.5,
+        "train.steps": {"times": "1/500"},
+        "train.eval_every": 1,
+    }
+    set_ = [f"--set={path}={json.dumps(value)}" for path, value in values.items()]
+    arguments = ["sweep", "--preset", "smoke", "--name", "mine", "--seeds", "0", "--only", "k_bias"]
+    assert cli.main([*arguments, *set_, "--runs", str(tmp_path)]) == 0
+    record = su.record("mine", "smoke", 0, tmp_path)
+    attention = record.config["model"]["attention"]
+    assert (attention["scale"], attention["bias"], record.status) == (0.5, "k", "done")
+    assert record.config["train"]["steps"] == 2

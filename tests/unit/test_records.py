@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -36,6 +38,8 @@ from sinkutils.study.store import Runs, is_of
 
 JSON_FILES = ("config.json", "metrics.json", "provenance.json")
 FILES = (*JSON_FILES, "model.safetensors", "tokenizer.json", "SHA256SUMS")
+
+HERE = socket.gethostname()
 
 
 @pytest.fixture
@@ -146,6 +150,52 @@ def test_a_run_is_held_by_one_process_and_its_checkpoint_goes_with_its_record(ti
     with run.lock():
         write_record(run.folder, tiny, DONE, {})
     assert not run.partial.exists()
+
+
+def test_two_machines_that_share_no_locks_are_told_of_each_other(tiny, tmp_path, monkeypatch):
+    """The lock of the first is taken away, as on a file system that keeps locks to each machine."""
+    run = Runs(tmp_path).of(tiny)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with run.lock():  # alone, and again after its own end
+            pass
+        with run.lock():
+            pass
+    with pytest.warns(UserWarning, match="a process on two began this run") as told:
+        with run.lock():
+            (run.partial / "lock").unlink()
+            monkeypatch.setattr("socket.gethostname", lambda: "two")
+            with run.lock():
+                write_record(run.folder, tiny, DONE, {})
+                run.checkpoint.parent.mkdir(exist_ok=True)
+            assert f"a process on {HERE} began this run and has not ended it" in str(
+                told[0].message
+            )
+            monkeypatch.setattr("socket.gethostname", lambda: HERE)
+            run.partial.mkdir(exist_ok=True)
+            (run.partial / "owner").write_text("two 7")
+    assert read_record(run.folder).status == "done"
+
+
+def test_readers_see_the_old_record_where_a_process_died_between_two_renames(two, tmp_path):
+    whole = su.runs("smoke", tmp_path)
+    folder = tmp_path / "smoke" / "k_bias" / "1"
+    folder.rename(folder.with_name(".1.old"))
+    assert su.runs("smoke", tmp_path).equals(whole)
+    assert su.record("k_bias", "smoke", 1, tmp_path).seed == 1
+    shutil.copytree(folder.with_name(".1.old"), folder)  # and the new one where both are there
+    assert su.runs("smoke", tmp_path).equals(whole)
+
+
+def test_a_stray_file_in_a_records_folder_does_no_harm_and_stays(folder, tiny, tmp_path):
+    for name in (".DS_Store", "notes.txt"):
+        (folder / name).write_text("of another")
+    assert read_record(folder).status == "done"
+    with pytest.warns(UserWarning, match="its old folder had other files, and is now 0.replaced"):
+        write_record(folder, tiny, DONE | {"status": "failed", "reason": "x"}, {})
+    aside = folder.with_name("0.replaced")
+    assert [path.name for path in aside.iterdir()] == ["notes.txt"]
+    assert {path.name for path in folder.parent.iterdir()} == {"0", "0.replaced"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

@@ -511,8 +511,8 @@ def test_a_lost_key_is_that_of_a_streaming_cache(monkeypatch):
     monkeypatch.setattr(lost_key, "WINDOW", 4)
     keys = torch.arange(9)
     forgotten = (keys[:, None] - keys >= 3) & ((keys > 0) | (keys[:, None] >= 4))
-    with operating(model, ids, cache=True) as (capture, _):
-        without = run(capture, ids, hidden=forgotten).losses
+    with operating(model, ids, cache=True) as (capture, inputs, _):
+        without = run(capture, inputs, hidden=forgotten).losses
     expected = {"kept": stream(model, ids, window=3, sinks=1).losses, "both lost": without}
     for case, losses in expected.items():
         with torch.no_grad(), lost_key.losing(model, case):
