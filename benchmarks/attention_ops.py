@@ -1,17 +1,18 @@
 """One training step (forward and backward) of each attention operation beside softmax of the same shape.
 
 Prints time and peak memory as ratios to softmax, which runs anew beside every operation, so that what slows one slows
-both. On a CPU, a time is the processor's; it is the median over rounds, as is the ratio of each round. Peak memory is
+both. On a CPU, a time is the processor's. It is the shortest of several rounds, since other work on the machine, which
+shares its caches, can only lengthen it. Peak memory is
 what the step holds beyond q, k, v: from the allocator on CUDA; on a CPU the sum of live tensors, which knows nothing of
 a kernel's own workspace.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def main() -> None:
     arguments.add_argument("--length", type=int, default=2048, help="C")
     arguments.add_argument("--head-dim", type=int, default=64)
     arguments.add_argument(
-        "--rounds", type=int, default=10, help="pairs of steps; the median counts"
+        "--rounds", type=int, default=10, help="pairs of steps; the shortest counts"
     )
     arguments.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
     options = arguments.parse_args()
@@ -179,15 +180,14 @@ def main() -> None:
         for warm_up in (step, softmax):
             warm_up()
         memory = {each: peak_bytes(each, device) for each in (step, softmax)}
-        took = []
-        ratios = []
+        took = beside = math.inf
         for _ in range(options.rounds):
-            took.append(seconds(step, device=device, clock=clock))
-            ratios.append(took[-1] / seconds(softmax, device=device, clock=clock))
+            took = min(took, seconds(step, device=device, clock=clock))
+            beside = min(beside, seconds(softmax, device=device, clock=clock))
         row = {
             "operation": name,
-            "milliseconds": round(1e3 * median(took), 3),
-            "times_softmax": round(median(ratios), 2),
+            "milliseconds": round(1e3 * took, 3),
+            "times_softmax": round(took / beside, 2),
             "megabytes": round(memory[step] / 2**20, 2),
             "memory_times_softmax": round(memory[step] / memory[softmax], 2),
         }

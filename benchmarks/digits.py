@@ -125,7 +125,7 @@ def again(name: str, folder: str) -> dict[str, object]:
 
 
 def part(steps: int, folder: str, experiment: str = "base", preset: str = "laptop") -> None:
-    """Train a run for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
+    """Train a run for `steps` steps, evaluated and saved five times, or go on from what was saved."""
     import sinkutils as su
 
     warnings.simplefilter(
@@ -133,7 +133,7 @@ def part(steps: int, folder: str, experiment: str = "base", preset: str = "lapto
     )  # a checkpoint that was not used, a compiler that is not there
     config = su.config(experiment, preset, 0)
     config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, steps=steps, eval_every=10)
+        config, train=dataclasses.replace(config.train, steps=steps, eval_every=steps // 5)
     )
     su.train(config, folder, keep_weights=True, checkpoint_seconds=0.0, progress=False)
 
@@ -179,23 +179,26 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     }
 
 
-def smoke(name: str, other: str, steps: int, scratch: Path) -> dict[str, object]:
-    """An operation's smoke run by this checkout and by another one: the largest differences along their curves."""
+def smoke(names: list[str], other: str, steps: int, scratch: Path) -> list[dict[str, object]]:
+    """Each operation at smoke, by this checkout and by another one: the largest differences along their curves."""
     from sinkutils.study.record import read_record
 
-    records = []
-    for checkout in (str(ROOT), other):
-        runs = scratch / Path(checkout).name
-        command = [sys.executable, __file__, "part", name, "--steps", str(steps), "--runs", runs]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": checkout}, check=True)
-        records.append(read_record(runs / "smoke" / name / "0"))
-    here, there = (record.metrics["curve"] for record in records)
-    pairs = [*zip(here, there, strict=True)]
-    row: dict[str, object] = {"experiment": name, "points": len(pairs)}
-    for key in ("valid_loss", "excess_1", "sink_1"):
-        row[key] = round(max(abs(a[key] - b[key]) for a, b in pairs), 6)
-    apart = (a["step"] for a, b in pairs if a["valid_loss"] != b["valid_loss"])
-    return row | {"first_step_with_another_loss": next(apart, None)}
+    for checkout, runs in ((ROOT, scratch / "here"), (other, scratch / "there")):
+        command = [sys.executable, __file__, "part", *names, "--steps", str(steps), "--runs", runs]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(checkout)}, check=True)
+    rows = []
+    for name in names:
+        here, there = (
+            read_record(scratch / side / "smoke" / name / "0").metrics["curve"]
+            for side in ("here", "there")
+        )
+        pairs = [*zip(here, there, strict=True)]
+        row: dict[str, object] = {"experiment": name, "steps": steps}
+        for key in ("valid_loss", "excess_1", "sink_1"):
+            row[key] = round(max(abs(a[key] - b[key]) for a, b in pairs), 6)
+        rows.append(row)
+        show(row)
+    return rows
 
 
 def without(known: list[dict], rows: list[dict]) -> list[dict]:
@@ -224,16 +227,16 @@ def main() -> int:
     if options.what == "losses":
         print(json.dumps(losses(*(options.which or ["bf16"]), steps)))
     elif options.what == "part":
-        part(steps, options.runs, *(options.which and (options.which[0], "smoke")))
+        for name in options.which:
+            part(steps, options.runs, name, "smoke")
+        if not options.which:
+            part(steps, options.runs)
     elif options.what == "machines":
         keep(options.json, machines(steps))
     elif options.what == "smoke":
-        rows = []
         with tempfile.TemporaryDirectory() as folder:
-            for name in options.which or OPERATIONS:
-                rows.append(smoke(name, options.checkout, steps, Path(folder)))
-                show(rows[-1])
-        keep(options.json, rows)
+            names = options.which or [*OPERATIONS]
+            keep(options.json, smoke(names, options.checkout, steps, Path(folder)))
     else:
         with tempfile.TemporaryDirectory() as folder:
             if options.what == "resume":

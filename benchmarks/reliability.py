@@ -3,6 +3,7 @@
     python benchmarks/reliability.py --kills 100        kill a sweep of two workers at random instants
     python benchmarks/reliability.py --stops 30         tell the sweep's own process to stop: TERM, INT or KILL
     python benchmarks/reliability.py --requeues 10      tell jobs of (a stand-in for) Slurm that their time is up
+    python benchmarks/reliability.py --killed-ranks 5   kill one of two processes that share a run (torchrun)
     python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
     python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
     python benchmarks/reliability.py --interrupts 2000  stop that many edits of surgery by a signal at random instants
@@ -227,15 +228,21 @@ def stop_at_random(
     return {"stops": told.total(), "as_promised": said, "rounds": rounds, "by": dict(told)}
 
 
-def group_of(leader: int) -> list[str]:
-    """The processes of a group that are still there (Linux)."""
-    members = []
+def processes() -> Iterator[tuple[str, str, str]]:
+    """Each process that is still there (Linux): its number, its parent's, and its group's."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-            if group == str(leader) and state != "Z":
-                members.append(path.parent.name)
-    return members
+            state, parent, group = path.read_text().rpartition(")")[2].split()[:3]
+            if state != "Z":
+                yield path.parent.name, parent, group
+
+
+def group_of(leader: int) -> list[str]:
+    return [number for number, _, group in processes() if group == str(leader)]
+
+
+def children_of(process: int) -> list[str]:
+    return [number for number, parent, _ in processes() if parent == str(process)]
 
 
 def wait_for_an_instant(
@@ -320,6 +327,53 @@ def requeue_at_random(
         assert sweeps.results(name) == expected
     counts = {"told": told, "queued_again": queued_again(), "rounds": rounds}
     return {**counts, "records": rounds * len(expected)}
+
+
+def kill_ranks(sweeps: Sweeps, times: int, seed: int = 0) -> dict[str, int]:
+    """Kill (-9) one of the two processes of a shared run at random instants, and start again, until it was so often.
+
+    After each kill the launcher must have ended both, and have failed. At the end of a round the record must be that of
+    a run that nothing disturbed, in config and metrics. Returns counts.
+    """
+    rng, killed, rounds, resumed = random.Random(seed), 0, 0, 0
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m sinkutils train k_bias --preset smoke"
+    command += " --set train.steps=200 --set train.eval_every=10 --name short --device cpu --checkpoint-seconds 0"
+    command += f" --corpus path:{sweeps.texts()}"
+    environment = os.environ | {"SINKUTILS_CACHE": str(sweeps.folder / "cache")}
+
+    def start(name: str) -> subprocess.Popen:
+        sweeps.runs(name).mkdir(parents=True, exist_ok=True)
+        whole = [sys.executable, *command.split(), "--runs", str(sweeps.runs(name))]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(whole, cwd=ROOT, env=environment, start_new_session=True, **streams)
+
+    def record(name: str) -> tuple[bytes, bytes]:
+        (folder,) = sweeps.runs(name).glob("smoke*/short/0")
+        read_record(folder)
+        return (folder / "config.json").read_bytes(), (folder / "metrics.json").read_bytes()
+
+    began = time.monotonic()
+    assert start("ranks").wait() == 0
+    seconds = time.monotonic() - began
+    while killed < times:
+        rounds += 1
+        name = f"ranks-{rounds}"
+        while not [*sweeps.runs(name).glob("smoke*/short/0")]:
+            process = start(name)
+            resumed += bool([*sweeps.runs(name).glob("smoke*/short/*.partial/checkpoint.pt")])
+            until = time.monotonic() + rng.uniform(0, seconds)
+            while process.poll() is None and (time.monotonic() < until or killed == times):
+                time.sleep(SMALLEST_WAIT)
+            ranks = children_of(process.pid)
+            if process.poll() is not None or len(ranks) < 2:
+                assert process.wait() == 0
+                continue
+            os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+            killed += 1
+            assert process.wait(timeout=300) != 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+        assert record(name) == record("ranks")
+    return {"killed": killed, "resumed": resumed, "rounds": rounds, "records": rounds}
 
 
 def damage(folder: Path) -> dict[str, int]:
@@ -472,6 +526,7 @@ def main() -> None:
     arguments.add_argument("--kills", type=int)
     arguments.add_argument("--stops", type=int)
     arguments.add_argument("--requeues", type=int)
+    arguments.add_argument("--killed-ranks", type=int)
     arguments.add_argument("--damage", action="store_true")
     arguments.add_argument("--cases", type=int)
     arguments.add_argument("--interrupts", type=int)
@@ -506,6 +561,8 @@ def main() -> None:
                     "trained_once": sum(n == 1 for n in twice.values()),
                 }
                 made["kills"] = kill_at_random(sweeps, expected, seconds, options.kills)
+        if options.killed_ranks:
+            made["killed_ranks"] = kill_ranks(Sweeps(folder), options.killed_ranks)
         if options.cases:
             made["inputs"] = inputs(options.cases)
         if options.interrupts:

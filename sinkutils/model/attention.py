@@ -152,7 +152,8 @@ def attend(
     q: (B, H, T, D), after rotary. k: (B, G, S, D) and v: (B, G, S, E), where H is a multiple of G:
         the query heads 0..H/G-1 share the first key head, as in grouped-query attention.
     documents: (S,) or (B, S) integers, the document that each key belongs to, for packed texts. A
-        query sees its own document alone. Equal numbers have to stand together.
+        query sees its own document alone, whose first keys are its prefix. Equal numbers have to
+        stand together.
     first_keys: how many first keys a window never hides, of each document if there are several.
     start: the 0-based position of the first query among the keys; None: S - T, so that the last
         query stands at the last key. With start >= S every key comes before every query, as in the

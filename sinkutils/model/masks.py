@@ -85,8 +85,10 @@ def seen_keys(
             len(row.unique()) == int(at.sum()),
             "documents must be contiguous: a number returns after another one",
         )
-    kept = (columns - begin)[:, None] < first  # (B, 1, S)
-    seen = seen | (kept & (columns <= rows))  # (B, T, S)
+    place = (columns - begin)[:, None]  # of a key in its document, (B, 1, S)
+    seen = seen | ((place < first) & (columns <= rows))  # (B, T, S)
+    if spec.window is None:
+        seen = seen | (place < spec.prefix)  # also of a document that is not the first
     of_query = of_key[:, start : start + T, None]
     seen = seen & (of_query == of_key[:, None])
     return seen[:, None]

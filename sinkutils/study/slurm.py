@@ -29,15 +29,10 @@ class Job(Batch):
 
     def one(self, run: RunConfig, workers: Workers) -> RunOutcome | None:
         # The queue shows which run the job is at.
-        name = f"{run.preset}/{run.experiment}/{run.seed}"
-        change = [
-            "scontrol",
-            "update",
-            f"JobId={os.environ.get('SLURM_JOB_ID')}",
-            f"JobName={name}",
-        ]
+        name = f"JobName={run.preset}/{run.experiment}/{run.seed}"
+        job = f"JobId={os.environ.get('SLURM_JOB_ID')}"
         with contextlib.suppress(OSError):
-            subprocess.run(change, capture_output=True)
+            subprocess.run(["scontrol", "update", job, name], capture_output=True)
         return super().one(run, workers)
 
     def checkpoint(self) -> Any:

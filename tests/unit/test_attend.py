@@ -195,3 +195,54 @@ def test_what_does_not_fit_is_refused():
     refuses("return_lse needs a softmax", attend, q, k, v, sigmoid, return_lse=True)
     g = torch.zeros(1, 9)
     refuses("distance_bias must have shape", attend, q, k, v, distance_bias=g, start=4)
+
+
+OPERATIONS = {
+    "softmax": {},
+    "KV biases": {"bias": "kv"},
+    "K biases": {"bias": "k"},
+    "V biases": {"bias": "v"},
+    "prefix": {"prefix": 3},
+    "prefix and KV biases": {"prefix": 2, "bias": "kv"},
+    "window": {"window": 2},
+    "a sink logit": {"sink_logit": "learned"},
+    "differential": {"differential": True},
+    "softpick": {"similarity": "softpick"},
+    "sigmoid": {"similarity": "sigmoid", "normalizer": "none"},
+    "relu over the length": {"similarity": "relu", "normalizer": "length"},
+    "p-norm": {"normalizer": "p_norm", "p": 2.0},
+    "identity kernel": {"similarity": "linear", "normalizer": "max_abs_sum"},
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_packed_documents_of_odd_lengths_are_as_each_alone(operation):
+    """Values, gradients and log-sum-exps, with grouped queries: each document alone, a key head for each head."""
+    spec = AttentionSpec(**OPERATIONS[operation])
+    q, k, v = draw(E=6, H=6, G=3)
+    generator = torch.Generator().manual_seed(0)
+    learned = {}
+    if spec.has_key_bias:
+        learned["key_bias"] = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    if spec.bias in ("kv", "v"):
+        learned["value_bias"] = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    if spec.sink_logit == "learned":
+        learned["sink_logit"] = torch.randn(6, generator=generator, dtype=torch.float64)
+    if spec.differential:
+        learned["mix"] = torch.tensor(0.3, dtype=torch.float64)
+    with_lse = spec.is_softmax and not spec.differential
+    documents = torch.tensor([0] * 1 + [5] * 5 + [2] * 3)
+    leaves = [q, k, v, *(x.requires_grad_() for x in learned.values())]
+    packed = attend(q, k, v, spec, documents=documents, return_lse=with_lse, **learned)
+    parts = []
+    for part in (slice(0, 1), slice(1, 6), slice(6, 9)):
+        keys, values = (x[:, :, part].repeat_interleave(2, dim=1) for x in (k, v))
+        parts.append(attend(q[:, :, part], keys, values, spec, return_lse=with_lse, **learned))
+    same(packed[0], torch.cat([part[0] for part in parts], dim=2))
+    if with_lse:
+        same(packed[2], torch.cat([part[2] for part in parts], dim=2))
+    direction = torch.randn(packed[0].shape, generator=generator, dtype=torch.float64)
+    got = torch.autograd.grad(packed[0], leaves, direction)
+    expected = torch.autograd.grad(torch.cat([part[0] for part in parts], dim=2), leaves, direction)
+    for each, other in zip(got, expected, strict=True):
+        same(each, other)

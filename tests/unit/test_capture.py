@@ -260,7 +260,7 @@ def test_bad_input_is_a_clear_error():
     refuses("attention_mask must be of type Tensor", measure, model, ids, attention_mask=[[1]])
     with refused("between the tokens"):
         measure(model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
-    with refused("must have the shape of ids"):
+    with refused("attention_mask says of each query"):
         measure(model, ids, attention_mask=torch.ones(3, 1, T, T))
     refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
     refuses("bos must be True, False or None", measure, model, ids, bos="maybe")
