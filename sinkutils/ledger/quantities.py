@@ -111,7 +111,7 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
         return None
     final = metrics["final"]
     model = config["model"]
-    numbers = {"valid_loss": final["valid_loss"]}
+    numbers = {"valid_loss": final["valid_loss"], "sink_1": final.get("sink_1", math.nan)}
     least_loss = final["valid_loss"]
     if "train_loss" in final:
         numbers["gap"] = final["valid_loss"] - final["train_loss"]
