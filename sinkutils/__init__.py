@@ -51,7 +51,7 @@ MODULES = (
     "surgery",
     "sinkcheck",
 )  # public names that are modules themselves
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
