@@ -253,6 +253,8 @@ class Inputs:
         samples, length = self.ids.shape
         if not isinstance(x, Tensor) or x.ndim == 0:
             return None
+        if name.startswith("encoder_"):  # of the encoder's own tokens, however many they are
+            return 0 if len(x) == samples else None
         if x.shape[:2] != (samples, length) and x.shape[1:3] == (samples, length):
             return 1  # several position_ids for a token
         return 0 if len(x) == samples else None

@@ -84,7 +84,13 @@ def measure(
         + (": su.load_lm loads one by its name" if isinstance(model, str | os.PathLike) else ""),
     )
     # --- the arguments, checked before anything runs
+    whole = model
     model, ids = decoded(model, ids)
+    require(
+        attention_mask is None or model is whole,
+        "attention_mask does not say whether it is the encoder's or the decoder's: put them into "
+        "the batch, as attention_mask and decoder_attention_mask",
+    )
     inputs = Inputs(ids, attention_mask, targets)
     texts = inputs.texts
     lengths = inputs.lengths
@@ -98,11 +104,12 @@ def measure(
         f"bos must be True, False or None (read it off the ids), got {bos!r}",
     )
     check_weights(model)
-    # The ids of BOS, if the model names any. A decoder's texts may begin with a token of their own.
-    firsts = token_ids(model, "bos_token_id") | token_ids(model, "decoder_start_token_id")
+    every_bos = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
+    # A decoder's texts may begin with a token of their own, and BOS then follows it.
+    firsts = every_bos | token_ids(model, "decoder_start_token_id")
     if "attention_mask" not in inputs.entries:
         warn_of_padding(inputs.ids, model, firsts)
-    warn_of_two_bos(texts, firsts)
+    warn_of_two_bos(texts, every_bos)
     # --- the forward passes
     tally = Tally(targets, int(lengths.max()), norms, pairs, entropy)
     order: list[int] = []  # the indices of the texts, in the order in which they run
@@ -231,7 +238,7 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
     """Warn if ids hold the padding token.
 
     Where the padding token is also BOS or EOS, a single one is normal text. Then the warning is
-    given only for rows that begin or end with two of them.
+    given only for rows that begin or end with two of them, or that end with one that is no EOS.
     firsts: the ids of BOS.
     """
     lasts = token_ids(model, "eos_token_id")
@@ -240,7 +247,7 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
         padding = ids == token
         if token in firsts | lasts:
             begins = padding[:, :2].all(dim=1)
-            ends = padding[:, -2:].all(dim=1)
+            ends = padding[:, -2 if token in lasts else -1 :].all(dim=1)
             padding = (begins | ends) & (ids.shape[1] > 2)
         if padding.any():
             warnings.warn(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import find_labels
 
 from sinkutils.checks import Refused, require
+from sinkutils.measuring.batches import dense
 from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call, home_of
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound
 
@@ -125,6 +126,9 @@ def decoder_of(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         decoder = model.get_decoder()
     if decoder is None or decoder is model:
         return model, batch
+    for name in ("input_ids", "attention_mask", "decoder_input_ids", "labels"):
+        if batch.get(name) is not None:  # such as lists, where return_tensors was left out
+            dense(name, batch[name])
     handed: dict[str, Any] = {}
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:

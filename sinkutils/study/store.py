@@ -148,8 +148,8 @@ class RunFolder:
                 "another folder, or one on another disk",
             ) from error
         with lock:
-            self._own()
             try:
+                self._own()
                 finish_replacement(self.folder)
                 for half in self.partial.glob(".*.tmp"):  # of a process that died while it wrote
                     half.unlink()
@@ -183,7 +183,7 @@ class RunFolder:
         if not ended:
             replace_file(file, mine.encode())
         elif other == mine:
-            file.unlink()
+            file.unlink(missing_ok=True)  # the other machine may just have taken the folder away
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from each text alone.
 """
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -384,6 +385,47 @@ def test_a_decoder_is_measured_with_what_its_encoder_has_read(name):
     alone = measure(model.get_decoder(), target, TARGETS)
     assert (alone.alpha - expected).abs().max() > 0.05
     refuses("give su.measure a batch with decoder_input_ids", measure, model, target)
+
+
+def test_bos_behind_the_decoders_first_token_is_no_second_bos():
+    model, read = whole("bart")
+    labels = tokens(3, 12)
+    labels[:, 0] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measure(model, read | {"labels": labels}, epsilons=(0.4,)).bos
+
+
+@pytest.mark.parametrize("padded", [2, 3])
+def test_padding_that_is_the_decoders_first_token_too_is_warned_of(padded):
+    model, read = whole("t5")
+    labels = tokens(3, 12).clamp(min=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, read | {"labels": labels}, epsilons=(0.4,))
+    labels[1, -padded:] = -100  # as a collator marks what the loss leaves out
+    with pytest.warns(UserWarning, match="padding token"):
+        measure(model, read | {"labels": labels}, epsilons=(0.4,))
+
+
+def test_an_encoders_states_are_of_a_row_even_where_their_shape_is_that_of_the_ids():
+    """Of 3 rows an encoder reads 3 tokens, and a decoder as many as the states are wide."""
+    model, _ = whole("bart")
+    given = {"input_ids": tokens(3, 3), "decoder_input_ids": tokens(3, 32)}
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**given, output_attentions=True).decoder_attentions
+    expected = alpha_by_definition(maps, (1,))
+    assert_close(measure(model, given, batch_size=1).alpha, expected, **close)
+
+
+def test_a_mask_that_may_be_the_encoders_and_lists_are_refused():
+    model, read = whole("bart")
+    given = read | {"labels": tokens(3, 12)}
+    mask = given["attention_mask"]
+    refuses("the encoder's or the decoder's", measure, model, given, attention_mask=mask)
+    for name, x in given.items():
+        refuses(f"{name} must be of type Tensor", measure, model, given | {name: x.tolist()})
 
 
 @pytest.mark.parametrize("operate", [measure, surgery.untouched])

@@ -177,6 +177,16 @@ def test_two_machines_that_share_no_locks_are_told_of_each_other(tiny, tmp_path,
     assert read_record(run.folder).status == "done"
 
 
+def test_nothing_is_left_of_a_run_that_a_full_disk_keeps_from_beginning(
+    tiny, tmp_path, monkeypatch
+):
+    run = Runs(tmp_path).of(tiny)
+    monkeypatch.setattr("sinkutils.study.store.replace_file", Mock(side_effect=OSError("full")))
+    with pytest.raises(OSError, match="full"), run.lock():
+        pass
+    assert not run.partial.exists()
+
+
 def test_readers_see_the_old_record_where_a_process_died_between_two_renames(two, tmp_path):
     whole = su.runs("smoke", tmp_path)
     folder = tmp_path / "smoke" / "k_bias" / "1"
