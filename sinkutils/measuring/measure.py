@@ -252,7 +252,7 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
         if padding.any():
             warnings.warn(
                 f"ids hold the model's padding token ({token}), which is measured as text: "
-                "give attention_mask",
+                "give attention_mask, or for an encoder-decoder decoder_attention_mask",
                 stacklevel=3,
             )
 
