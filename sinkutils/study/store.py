@@ -41,7 +41,6 @@ from sinkutils.study.record import (
     Record,
     RunLocked,
     finish_replacement,
-    open_record,
     read_record,
     record_folder,
     remove,
@@ -280,12 +279,8 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    record = open_record(target)
-    reason = _stale(record.config, preset, name, seed)
-    if reason:  # nothing but its config is checked now
-        return replace(record, stale=reason)
-    record.check_contents()
-    return record
+    record = read_record(target)
+    return replace(record, stale=_stale(record.config, preset, name, seed))
 
 
 def _stale(config: Json, preset: str, experiment: str, seed: int) -> str:

@@ -33,7 +33,6 @@ from sinkutils.study.config import config_dict, config_hash, upgrade
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
-    open_record,
     read_record,
     record_folder,
     write_record,
@@ -612,9 +611,9 @@ def copied(study, monkeypatch, tmp_path):
 
     def counted(folder):
         read.append(f"{folder.parent.name}/{folder.name}")
-        return open_record(folder)
+        return read_record(folder)
 
-    monkeypatch.setattr(tables, "open_record", counted)
+    monkeypatch.setattr(tables, "read_record", counted)
     runs = tmp_path / "runs"
     shutil.copytree(study, runs)
     return runs, read
