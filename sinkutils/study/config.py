@@ -196,14 +196,6 @@ def check_field(path: str, known: list[str]) -> None:
     raise Refused(f"there is no field {path!r}{hint}")
 
 
-def replaced(config: Any, tree: Json) -> Any:
-    """A config with other values of some fields. A dict has those of an inner config."""
-    values = {}
-    for name, value in tree.items():
-        values[name] = replaced(getattr(config, name), value) if isinstance(value, dict) else value
-    return dataclasses.replace(config, **values)
-
-
 def from_dict(cls: Any, values: Json) -> Any:
     """The config of class `cls` whose fields JSON holds, the inverse of `dataclasses.asdict`.
 

@@ -35,8 +35,7 @@ import os
 import platform
 import stat
 import subprocess
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -44,13 +43,9 @@ from typing import TYPE_CHECKING, Any
 
 from sinkutils import paths
 from sinkutils.checks import Refused, first_line, real, require
-from sinkutils.paths import not_saved, sync_folder, write_synced
 from sinkutils.study.config import (
-    Identity,
     Json,
-    RunConfig,
     check_config,
-    config_dict,
     from_dict,
     upgrade,
 )
@@ -232,122 +227,6 @@ def short_name(target: Path) -> str:
     return "/".join(target.parts[-3:])
 
 
-def write_record(
-    target: Path,
-    config: RunConfig,
-    metrics: Json,
-    provenance: Json,
-    weights: dict[str, Tensor] | None = None,
-    tokenizer: Tokenizer | None = None,
-    corpus: Identity | None = None,
-    arrays: dict[str, Tensor] | None = None,
-) -> Record:
-    """Write a record as a whole or not at all.
-
-    An old record stays in place until the new one is complete on disk.
-
-    metrics: its numbers are rounded to five significant digits.
-    corpus: `Corpus.identity` of the text. None means the corpus of the config, with unknown hash.
-    arrays: the contents of alpha.safetensors.
-    Raises OSError with advice if the disk is full.
-    """
-    from safetensors.torch import save
-
-    # The contents of all files are made in memory before the first file is written.
-    values = config_dict(config)
-    values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    parts = (values, rounded(metrics), provenance | versions())
-    files = {}
-    for name, part in zip(JSONS, parts, strict=True):
-        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
-        files[name] = text.encode()
-    if arrays:
-        files[ATTENTION] = save(arrays)
-    if weights:
-        files[WEIGHTS] = save(weights)
-    if tokenizer is not None:
-        files[TOKENIZER] = tokenizer.to_str().encode()
-    # The lines are those of `sha256sum`. The last one is the digest of the lines above it.
-    sums = ""
-    for name, data in files.items():
-        sums += f"{_sha256(data)}  {name}\n"
-    own = _sha256(sums.encode())
-    files[SUMS] = f"{sums}{own}  {SUMS}\n".encode()
-    new, old = _beside(target)
-    try:
-        finish_replacement(target)
-        new.mkdir(parents=True)
-        for name, data in files.items():
-            write_synced(new / name, data)
-        sync_folder(new)
-        # The old record moves aside, then the new one takes its place. If the process dies between
-        # the two renames, `finish_replacement` puts the old one back.
-        if target.exists():
-            os.replace(target, old)
-        os.replace(new, target)
-        for folder in target.parents[:3]:  # up to the folder of all records: each may be new
-            sync_folder(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            finish_replacement(target)
-        raise not_saved(f"record {short_name(target)}", error) from error
-    _clear_away(old, target)  # the new record is in place, so that nothing can fail any more
-    return open_record(target)
-
-
-def _beside(target: Path) -> tuple[Path, Path]:
-    """Two hidden folders beside a record: the new one while it is written, and the old one.
-
-    Both exist only while a record is replaced.
-    """
-    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
-
-
-def finish_replacement(target: Path) -> None:
-    """Clean up after a process that died while it wrote a record. The caller holds the run's lock.
-
-    Either the old record or the new one is in place afterwards. A new record that was not yet in
-    place is lost, but the run's checkpoint is still there.
-    """
-    new, old = _beside(target)
-    if old.exists() and not target.exists():  # the process died between the two renames
-        os.replace(old, target)
-    _clear_away(new, target)
-    _clear_away(old, target)
-
-
-def _clear_away(old: Path, target: Path) -> None:
-    """Delete an old record. If its folder has files of others, it gets a name that shows it."""
-    with contextlib.suppress(OSError):
-        remove(old, FILES)
-        return
-    aside = target.with_name(f"{target.name}.replaced")
-    number = 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = target.with_name(f"{target.name}.replaced-{number}")
-    with contextlib.suppress(OSError):
-        os.replace(old, aside)
-        warnings.warn(
-            f"record {short_name(target)} is replaced; its old folder had other files, and is now "
-            f"{aside.name}",
-            stacklevel=3,
-        )
-
-
-def remove(folder: Path, files: Collection[str]) -> None:
-    """Delete a folder, if it exists, that has no other files than these. Of a link only the link.
-
-    Raises OSError if it has others.
-    """
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        for name in (*files, *LITTER):
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
-
-
 def rounded(value: Any, digits: int = 5) -> Any:
     """A value as JSON would read it back, with floats rounded to so many significant digits."""
 
@@ -393,7 +272,7 @@ def _digests(target: Path) -> dict[str, str]:
     try:
         text = _text(_contents(target / SUMS)).decode()
         *lines, own = text.splitlines(keepends=True)
-        digest = _sha256("".join(lines).encode())
+        digest = sha256("".join(lines).encode())
         require(own == f"{digest}  {SUMS}\n", "changed")
         digests = {}
         for line in lines:
@@ -421,7 +300,7 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
         data = _contents(target / name)
     if not name.endswith(".safetensors"):
         data = _text(data)
-    if _sha256(data) != digests.get(name):
+    if sha256(data) != digests.get(name):
         raise CorruptRecord(
             f"record {short_name(target)}: {name} is missing, truncated or changed, or cannot be "
             f"read: {ADVICE}"
@@ -470,7 +349,7 @@ def _no_number(text: str) -> None:
     raise Refused(f"{text} is no number")
 
 
-def _sha256(data: bytes) -> str:
+def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

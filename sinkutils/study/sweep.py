@@ -35,7 +35,8 @@ from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
 from sinkutils.study.corpus import load_corpus, located
 from sinkutils.study.grid import find_preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, Folder, RunLocked
-from sinkutils.study.store import RunFolder, Runs, before
+from sinkutils.study.store import RunFolder, Runs
+from sinkutils.study.task import before
 
 POLL_SECONDS = 0.2  # between two looks at the runs that other processes are training
 STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM

@@ -46,7 +46,6 @@ from sinkutils.study.record import (
     CorruptRecord,
     Folder,
     Record,
-    write_record,
 )
 from sinkutils.study.step import (
     GraphedStep,
@@ -58,8 +57,8 @@ from sinkutils.study.step import (
     set_rate,
     usable_precision,
 )
-from sinkutils.study.store import Runs, before, claim, start_of
-from sinkutils.study.task import Task, pretraining
+from sinkutils.study.store import Runs, write_record
+from sinkutils.study.task import Task, before, claim, pretraining, start_of
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.
 AHEAD = 16
@@ -106,13 +105,7 @@ def train(
         from sinkutils.study.shared import train_shared
 
         return train_shared(
-            config,
-            runs,
-            device=target,
-            corpus=corpus,
-            keep_weights=keep_weights,
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
+            config, runs, target, corpus, keep_weights, checkpoint_seconds, progress
         )
     place, text, done = claim(config, runs, corpus, keep_weights)
     if done is not None:

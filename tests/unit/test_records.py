@@ -35,9 +35,8 @@ from sinkutils.study.record import (
     RunLocked,
     read_record,
     record_folder,
-    write_record,
 )
-from sinkutils.study.store import Runs, is_of
+from sinkutils.study.store import Runs, is_of, write_record
 
 JSON_FILES = ("config.json", "metrics.json", "provenance.json")
 FILES = (*JSON_FILES, "model.safetensors", "tokenizer.json", "SHA256SUMS")
@@ -99,7 +98,7 @@ def die_before_step(step: int, what) -> bool:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     steps = itertools.count(1)
 
-    def write_half(path, data, whole=records_module.write_synced):
+    def write_half(path, data, whole=store.write_synced):
         if next(steps) == step:
             path.write_bytes(data[: len(data) // 2])
             os._exit(9)
@@ -110,7 +109,7 @@ def die_before_step(step: int, what) -> bool:
             os._exit(9)
         really(source, target)
 
-    records_module.write_synced, os.replace = write_half, rename
+    store.write_synced, os.replace = write_half, rename
     try:
         what()
     finally:  # whatever happens, the child must not go on as a second pytest
