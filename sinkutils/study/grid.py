@@ -351,16 +351,14 @@ def plan(
         numbers = range(FIRST_SEEDS) if seeds is None else seeds
         return [config(names[0], preset, seed, change=change, name=name) for seed in numbers]
     if only is None:
+        left_out = find_preset(preset).leaves_out
         names = [name for name in _runs(preset) if not experiment(name).download]
+        names = [name for name in names if resolve(name, preset) not in left_out]
     else:
         names = [*only]
-    # Experiments that the preset leaves out are trained only when `only` names them.
-    left_out = find_preset(preset).leaves_out if only is None else ()
     base = resolve("base", preset)
     runs = []
     for name in dict.fromkeys(resolve(name, preset) for name in names):  # equal runs count once
-        if name in left_out:
-            continue
         own_seeds = range(experiment(name).seeds)
         for seed in dict.fromkeys(own_seeds if seeds is None else seeds):
             runs.append(config(name, preset, seed))

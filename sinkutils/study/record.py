@@ -45,7 +45,6 @@ from sinkutils import paths
 from sinkutils.checks import Refused, first_line, real, require
 from sinkutils.study.config import (
     Json,
-    check_config,
     from_dict,
     upgrade,
 )
@@ -263,7 +262,6 @@ def open_record(target: Path) -> Record:
     config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
         config = upgrade(config)
-        check_config(config)
     return Record(target, config, digests)
 
 

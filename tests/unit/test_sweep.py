@@ -28,8 +28,9 @@ from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.slurm import minutes_of
 from sinkutils.study.store import Runs
-from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, reported, sweep
+from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, sweep
 from sinkutils.study.train import Run
+from sinkutils.study_commands import reported
 
 pytestmark = pytest.mark.slow
 
