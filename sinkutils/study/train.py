@@ -58,7 +58,7 @@ from sinkutils.study.step import (
     usable_precision,
 )
 from sinkutils.study.store import Runs, write_record
-from sinkutils.study.task import Task, before, claim, pretraining, start_of
+from sinkutils.study.task import before, claim, pretraining, start_of
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.
 AHEAD = 16
@@ -222,7 +222,13 @@ class Run:
         self.corpus = corpus
         self.device = device
         self.precision = usable_precision(config.train.precision, device)
-        self.task = task_of(config, corpus, device, start)
+        if isinstance(config, FinetuneConfig):
+            from sinkutils.study.finetune import finetuning  # imported here, since few runs need it
+
+            assert start is not None
+            self.task = finetuning(config, corpus, start)
+        else:
+            self.task = pretraining(config, corpus, device)
         self.model = self.task.model.to(device)
         # The loss as `update` calls it. `train` may replace it by its compiled form; evaluations
         # call `task.loss`, which is never compiled.
@@ -365,16 +371,6 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.train.batch_size * self.config.model.context_length
-
-
-def task_of(config: RunConfig, corpus: Corpus, device: torch.device, start: Record | None) -> Task:
-    """What a run learns. start: the record that a fine-tuning starts from."""
-    if not isinstance(config, FinetuneConfig):
-        return pretraining(config, corpus, device)
-    from sinkutils.study.finetune import finetuning  # imported here, since few runs need it
-
-    assert start is not None
-    return finetuning(config, corpus, start)
 
 
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
