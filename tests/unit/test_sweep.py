@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import interrupted, made_up, refused, refuses
 
-from sinkutils import config, paths, train
+from sinkutils import config, paths, study_commands, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
 from sinkutils.study import grid, store
@@ -45,7 +45,7 @@ def as_worker(patch, file):
     """Let this process take itself for a worker of a sweep, which is to say in `file` how its run ended."""
     patch.setenv(OUTCOME, str(file))
     patch.setenv(PARENT, str(os.getppid()))
-    patch.setattr(sweep_module, "_end_with", lambda parent: None)
+    patch.setattr(study_commands, "_end_with", lambda parent: None)
 
 
 @pytest.fixture
