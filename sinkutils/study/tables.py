@@ -94,7 +94,7 @@ def _stamp(folder: Path) -> list[list[Any]]:
     stamp: list[list[Any]] = []
     with contextlib.suppress(OSError):  # reading the record will raise it again
         for file in os.scandir(folder):
-            status = file.stat()
+            status = file.stat(follow_symlinks=False)  # a link to nowhere has one too
             times = [status.st_mtime_ns, status.st_ctime_ns]
             stamp.append([file.name, status.st_size, *times])
     return sorted(stamp) or [["", 0, time.time_ns()]]

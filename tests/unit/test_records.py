@@ -636,6 +636,9 @@ def test_a_changed_record_is_read_again_and_only_that(copied):
     su.runs("laptop", runs)
     read.clear()
     path = runs / "laptop" / "k_bias" / "1" / "metrics.json"
+    (path.parent / ".DS_Store").symlink_to("nowhere")
+    assert set(su.runs("laptop", runs).status) == {"done"} and read == ["k_bias/1"]
+    read.clear()
     path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))  # the same size
     os.utime(path, ns=(0, 0))
     with pytest.warns(UserWarning, match="k_bias/1: metrics.json is missing, truncated or changed"):
