@@ -295,7 +295,11 @@ def _first(name: str, scale: Preset) -> RunConfig:
     """The run of an experiment at a preset and seed 0, as `config`."""
     row = experiment(scale.base if name == "base" else name)
     if scale.name not in presets():  # one of your own
-        require(row.start is None, f"{row.name!r} starts from a record: give a preset of the study")
+        require(
+            row.start is None,
+            f"{row.name!r} is a fine-tuning, which starts from a record: give a preset of the "
+            "study",
+        )
         return _pretraining(row, scale)
     if scale.name not in row.presets:
         known = " or ".join(row.presets)

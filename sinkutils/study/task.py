@@ -106,6 +106,10 @@ class Chunks(Batches):
             f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
             "a smaller context_length",
         )
+        last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
+        require(
+            last <= context_length, f"position {last} is beyond context_length={context_length}"
+        )
         # The draw is made once for each chunk, as in the authors' data on disk: in a later epoch a
         # chunk has the same random tokens again.
         size = (self.length, len(data.random_positions))
