@@ -18,6 +18,10 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from sinkutils.checks import Refused, first_line
+
+# CSafeLoader is ten times as fast, and exists only where libyaml is installed.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "data" / "claims.yaml").is_file() else None
 HOME = Path(os.environ.get("SINKUTILS_HOME") or CHECKOUT or ".").resolve()
@@ -34,9 +38,26 @@ NOTEBOOKS = ROOT / "notebooks"
 
 def read_yaml(path: Path) -> Any:
     """The contents of a YAML file."""
-    # CSafeLoader is ten times as fast, and exists only where libyaml is installed.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
+    return yaml.load(path.read_text(encoding="utf-8"), LOADER)
+
+
+class Strict(LOADER):  # type: ignore[misc, valid-type]
+    """Refuses a key that stands twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key!r} stands twice in one place")
+        return super().construct_mapping(node, deep)
+
+
+def read_own_yaml(path: str | Path) -> Any:
+    """The contents of a user's YAML file. Raises ValueError, on one line, if it is none."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Strict)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"{path} is no YAML: {first_line(error)}") from error
 
 
 @lru_cache

@@ -171,6 +171,12 @@ def check_weights(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         offloaded = hasattr(module, "_hf_hook")  # a hook of accelerate fetches these weights
+        for name, x in module.named_buffers(path, recurse=False):
+            require(
+                not x.is_meta or offloaded,
+                f"model has a buffer on the meta device ({name}), without numbers: "
+                "load_state_dict(assign=True) leaves those there that no file holds; compute it",
+            )
         for name, weight in module.named_parameters(path, recurse=False):
             if weight.is_meta and not offloaded:
                 raise Refused(

@@ -94,7 +94,9 @@ def register(name: str, f: Map, log: Map | None = None) -> None:
     one_by_one = torch.cat([_tried("f", f, point[None]) for point in points])
     require(torch.allclose(values, one_by_one, 1e-9), f"f of {name!r} is not elementwise")
     require(bool((values >= 0).all()), f"f of {name!r} is negative")
+    check_slopes("f", f, points + 0.3)  # beside the kinks of such as relu
     if log is not None:
+        check_slopes("log", log, points + 0.3)
         fits = torch.allclose(_tried("log", log, points).exp(), values, rtol=1e-9, atol=1e-300)
         require(fits, f"log of {name!r} is not the logarithm of f")
         _tried("log", log, torch.tensor([-200.0, 200.0]))
@@ -126,6 +128,16 @@ def _tried(what: str, function: Map, x: Tensor) -> Tensor:
     wrong = x[~(values.isfinite() & slopes.isfinite())].tolist()
     require(not wrong, f"{what} or its gradient is not finite in {x.dtype} at {wrong[:3]}")
     return values.detach()
+
+
+def check_slopes(what: str, function: Map, x: Tensor) -> None:
+    """Refuse a function whose gradient is not its slope, as by a wrong backward pass of its own."""
+    x = x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(function(x).sum(), x)
+    with torch.no_grad():
+        rises = (function(x + 1e-6) - function(x - 1e-6)) / 2e-6
+    wrong = x[~torch.isclose(slopes, rises, 1e-3, 1e-6)].tolist()
+    require(not wrong, f"the gradient of {what} is not its slope at {wrong[:3]}")
 
 
 def similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:

@@ -122,7 +122,9 @@ def test_what_is_no_attention_is_refused_with_its_layer():
     refuses("layers have different numbers of heads", su.report, [maps[0], maps[0][:, :2]])
     refuses("there is no layer", su.report, [])
     refuses("maps must be arrays, one a layer; got 3", su.report, 3)
-    refuses("maps of layer 1 must be an array of numbers, got str", su.report, ["map"])
+    refuses(
+        "maps of layer 1 must be an array of numbers that PyTorch has, got str", su.report, ["map"]
+    )
     refuses("give either maps, or q and k", su.report)
     refuses("give either maps, or q and k", su.report, maps, q=maps)
     refuses("queries need keys", su.report, q=maps)
@@ -243,3 +245,9 @@ def test_numpy_arrays_that_may_only_be_read_are_copied():
     for x in maps:
         x.setflags(write=False)
     assert isinstance(maps[0], np.ndarray) and su.report(maps).samples == 3
+    swapped = [x.astype(">f4") for x in maps]  # as files of another machine hold them
+    assert torch.equal(su.report(swapped).alpha, su.report(maps).alpha)
+    later = np.triu(np.ones((12, 12), bool), 1) | np.zeros_like(maps[0], dtype=bool)
+    hidden = [np.ma.masked_array(x, later) for x in maps]
+    refuses("maps of layer 1 hides numbers by a mask", su.report, hidden)
+    refuses("that PyTorch has, got ndarray: object", su.report, [maps[0].astype(object)])
