@@ -204,9 +204,14 @@ def test_an_entry_of_no_one_row_counts_only_where_it_changes_the_pass():
     report = measure(model, {"input_ids": ids} | stray, TARGETS)
     assert torch.equal(report.alpha, measure(model, ids, TARGETS).alpha)
     inner = model.model
-    model.forward = lambda input_ids, **others: inner(
-        input_ids=input_ids, position_ids=others.get("places")
-    )
+
+    def forward(input_ids, **others):
+        return inner(
+            input_ids=input_ids, position_ids=others.get("places", torch.arange(T) + 3)[None]
+        )
+
+    model.forward = forward
+    stray["places"] = torch.arange(T).flip(0)
     refuses("places is of no one row", measure, model, {"input_ids": ids} | stray)
 
 
