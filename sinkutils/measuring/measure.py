@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sinkutils.checks import Refused, integer, require, short
 from sinkutils.measuring.batches import Ids, Inputs
-from sinkutils.measuring.report import Report, check_epsilons, check_targets
+from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
 from sinkutils.model.decoder import TransformerLM
 
@@ -99,10 +99,7 @@ def measure(
     if batch_size is not None:
         batch_size = integer("batch_size", batch_size, least=1)
     pairs = distinct_pairs(heads)
-    require(
-        bos in (True, False, None),
-        f"bos must be True, False or None (read it off the ids), got {bos!r}",
-    )
+    check_bos(bos)
     check_weights(model)
     every_bos = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
     # A decoder's texts may begin with a token of their own, and BOS then follows it.

@@ -240,7 +240,7 @@ def own_preset(source: str | Path | Json) -> Preset:
 
     Raises ValueError for a field that does not exist, and OSError if there is no such file.
     """
-    values = source
+    values: Any = source
     if isinstance(source, str | Path):
         values = read_own_yaml(source)
     require(

@@ -142,6 +142,14 @@ def test_what_is_no_attention_is_refused_with_its_layer():
     refuses("targets are positions", su.report, maps, targets=(13,))
     refuses("heads names .* pairs that the model does not have", su.report, maps, heads=[(5, 0)])
     refuses("window has 1 layers", su.report, maps, window=[3])
+    of_layers = su.report(maps, window=np.array([3, 12]))
+    assert of_layers.windows == (3, 12)
+    refuses("bos must be True, False or None", su.report, maps, bos="yes")
+    for odd in (maps[0].to_sparse(), maps[0].to("meta"), torch.nested.nested_tensor([*maps[0]])):
+        refuses("maps of layer 2 must be a dense tensor", su.report, [maps[0], odd])
+    padded = maps[0].clone()
+    padded[:, :, :2] = 0
+    refuses("without its padding", su.report, [padded])
 
 
 # ---- peaks, entropy and the forecast

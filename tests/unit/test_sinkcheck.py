@@ -464,7 +464,12 @@ def test_bad_arguments_are_refused():
         by_hand,
         cases=["nope"],
     )
-    refuses("cases must be several names", su.sinkcheck.run, by_hand, cases="causal")
+    for wrong in ("causal", 3):
+        refuses("cases must be several names", su.sinkcheck.run, by_hand, cases=wrong)
+    refuses("device junk is not there: RuntimeError", su.sinkcheck.run, by_hand, device="junk")
+    one = su.sinkcheck.run(by_hand, cases=(name for name in ["causal"]))
+    assert {outcome.case for outcome in one.outcomes} == {"causal"}
+    assert su.sinkcheck.run(by_hand, cases=[]).outcomes == []
     refuses("dtype must be one of", su.sinkcheck.run, by_hand, dtype=torch.int64)
     refuses("tolerance must be positive", su.sinkcheck.run, by_hand, tolerance=0.0)
 
