@@ -9,6 +9,7 @@ import contextlib
 import csv
 import hashlib
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class Strict(LOADER):  # type: ignore[misc, valid-type]
-    """Refuses a key that stands twice, of which YAML would take the last."""
+    """Reads 1e-3 as a number, and refuses a key that stands twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
@@ -50,6 +51,11 @@ class Strict(LOADER):  # type: ignore[misc, valid-type]
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"{key!r} stands twice in one place")
         return super().construct_mapping(node, deep)
+
+
+Strict.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def read_own_yaml(path: str | Path) -> Any:

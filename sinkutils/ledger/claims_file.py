@@ -37,8 +37,8 @@ from itertools import pairwise, product
 from pathlib import Path
 
 from sinkutils import paths
-from sinkutils.checks import Refused, choice, fields, integer, require
-from sinkutils.ledger.quantities import QUANTITIES
+from sinkutils.checks import Refused, choice, fields, integer, require, short
+from sinkutils.ledger.quantities import COMPARED, QUANTITIES
 from sinkutils.ledger.readings import real_models
 from sinkutils.study.config import Json
 
@@ -137,6 +137,8 @@ def _checks(lines: list[Json], fresh: int = 0) -> tuple[Check, ...]:
     fresh: the first seed that counts, if a line does not say it.
     """
     checks = list[Check]()
+    listed = isinstance(lines, list) and all(isinstance(line, dict) for line in lines)
+    require(listed, f"checks must be a list such as [{{present: k_bias}}], got {short(lines)}")
     for line in lines:
         line = dict(line)
         first = integer("fresh", line.pop("fresh", fresh), least=0)
@@ -156,7 +158,8 @@ def _of_models(kind: str, line: Json) -> list[Check]:
     models = [model for model, its_question in real_models() if its_question == question]
     known = kind in REAL and len(models) > 0
     require(known and len(line) == 2, f"no such check: {line}")
-    require(isinstance(bar, int | float), f"the bar is no number: {line}")
+    number = isinstance(bar, int | float) and math.isfinite(bar)
+    require(number, f"the bar is no number: {line}")
     return [Check(kind, (model,), question, bar) for model in models]
 
 
@@ -167,6 +170,8 @@ def _of_runs(kind: str, line: Json) -> list[Check]:
     names = _listed(line[kind])
     if kind in OF_ONE_RUN:
         require("than" not in line, f"{kind} compares with nothing: {line}")
+        has_bar = quantity not in COMPARED or kind in ("fails", "trains")
+        require(has_bar, f"no bar says how much of {quantity} is {kind}: {line}")
         return [Check(kind, (name,), quantity) for name in names]
     if kind == "more" and "than" not in line:  # each run has more than the next
         require(len(names) > 1, f"more than what? {line}")
@@ -174,6 +179,8 @@ def _of_runs(kind: str, line: Json) -> list[Check]:
     else:
         others = _listed(line.get("than", "base"))
         pairs = [*product(names, others)]
+    for one, other in pairs:
+        require(one != other, f"a check compares {one} with itself: {line}")
     return [Check(kind, pair, quantity) for pair in pairs]
 
 

@@ -158,7 +158,7 @@ def run(
     *,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    cases: Sequence[str] | None = None,
+    cases: Iterable[str] | None = None,
     gradients: bool = True,
     tolerance: float | None = None,
     name: str = "",
@@ -195,11 +195,12 @@ def run(
     """
     require(callable(function), f"function must be callable, got {short(function)}")
     require(dtype in TOLERANCES, f"dtype must be one of {[*TOLERANCES]}, got {dtype}")
-    if cases is None:
-        cases = reference()
-    several = isinstance(cases, Iterable) and not isinstance(cases, str)
-    require(several, f"cases must be several names, got {short(cases)}")
-    names = [*cases]
+    several: Any = reference() if cases is None else cases
+    require(
+        isinstance(several, Iterable) and not isinstance(several, str),
+        f"cases must be several names, got {short(cases)}",
+    )
+    names = [*several]
     for key in names:
         choice("each of cases", key, reference())
     if tolerance is not None:

@@ -220,7 +220,7 @@ def config(
         if name is None:
             raise Refused("a variant needs a name of its own: give name, such as 'mine'")
         require(
-            name != "base" and name not in by_name(),
+            str(name).lower() not in ("base", *by_name()),  # some disks do not tell A from a
             f"{name!r} is an experiment of the study: give your variant another name",
         )
         run = _override(dataclasses.replace(run, experiment=name), change or {}, scale)

@@ -61,7 +61,7 @@ def test_a_change_that_cannot_be_is_refused_in_words(message):
 
 def test_a_variant_takes_no_name_of_the_studys():
     refuses("needs a name of its own", su.config, "base", change={"train.steps": 5})
-    for name in ("k_bias", "base"):
+    for name in ("k_bias", "K_Bias", "base"):
         refuses("is an experiment of the study", su.config, "base", name=name)
     refuses("must be a name", su.config, "base", name="../mine")
 
@@ -96,6 +96,8 @@ def test_a_preset_of_a_file_is_that_of_a_dict(tmp_path):
     assert (run.preset, run.train.steps, run.experiment) == ("tiny", 4, "k_bias")
     assert run.train.batch_size == su.config("base", "smoke").train.batch_size
     refuses("is a fine-tuning", su.config, "sft_softmax", TINY)
+    file.write_text("{name: t, like: smoke, train: {learning_rate: 1e-3}}")
+    assert su.config("base", file).train.learning_rate == 1e-3
     for wrong, says in (
         ("name: [tiny", "tiny.yaml is no YAML: ParserError"),
         ("name: t\ntrain: {steps: 3, steps: 4}", "is no YAML: YAMLError: 'steps' stands twice"),
@@ -179,6 +181,10 @@ def test_claims_of_a_file_are_judged_on_its_runs(three, tmp_path):
         {"id": "x", "claim": "y", "checks": [{"lost": "mine"}]},
         {"id": "x", "claim": "y", "checks": [{"present": 3}]},
         {"id": "x", "claim": "y", "checks": [{"present": []}]},
+        {"id": "x", "claim": "y", "checks": {"loss": "mine"}},
+        {"id": "x", "claim": "y", "checks": [{"together": "mine", "of": "sink_1"}]},
+        {"id": "x", "claim": "y", "checks": [{"same": "base"}]},
+        {"id": "x", "claim": "y", "checks": [{"real": "sink_natural", "above": float("nan")}]},
         {"id": "x", "claim": ["y"], "checks": [{"loss": "mine"}]},
         {"id": "x", "claim": "y", "checks": [{"loss": "mine"}], "gate": "nothing"},
     ):
@@ -235,6 +241,7 @@ SIMILARITIES = {
     "ZeroDivisionError": {"name": "x", "f": lambda s: s / (1 // 0)},
     "of the shape and dtype": {"name": "x", "f": lambda s: s.exp().float()},
     "f or its gradient is not finite": {"name": "x", "f": lambda s: s.abs().sqrt()},
+    "log cannot be computed with a gradient": {"name": "x", "f": torch.exp, "log": 3},
     "log of 'x' is not the logarithm": {"name": "x", "f": torch.sigmoid, "log": lambda s: s},
     r"log or its gradient is not finite in torch.float32 at \[-200": {
         "name": "x", "f": F.softplus, "log": lambda s: F.softplus(s).log()
