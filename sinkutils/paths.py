@@ -90,6 +90,15 @@ def replace_file(path: Path, data: bytes | Callable[[BinaryIO], None]) -> None:
     sync_folder(path.parent)
 
 
+def standing(folder: Path) -> Path:
+    """The folder of a record or, if it is not there, the old one that stands beside it.
+
+    A process that dies while it replaces a record may leave the old one only (`study.record`).
+    """
+    old = folder.with_name(f".{folder.name}.old")
+    return old if old.is_dir() and not os.path.lexists(folder) else folder
+
+
 def sync_folder(path: Path) -> None:
     """Wait until the folder's own entries (new and renamed files) are on disk."""
     if os.name == "nt":  # Windows cannot open a folder

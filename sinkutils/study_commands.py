@@ -88,12 +88,10 @@ def list_command(options: argparse.Namespace) -> None:
     refused = unavailable(options.preset)
     statuses = Counter[str]()  # status -> number of records
     seeds = Counter[str]()  # experiment -> number of seeds recorded
-    # The numbers in the records are not looked at, which saves most of the time.
-    for record in Runs(options.runs).entries(options.preset, contents=False):
-        if record.problem is None:
-            seeds[record.experiment] += 1
-        else:
-            statuses[record.problem[0]] += 1
+    for entry in Runs(options.runs).entries(options.preset):
+        statuses[entry.status] += 1
+        if entry.status in ("done", "failed"):
+            seeds[entry.experiment] += 1
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
     for row in rows:
         known: int | str = "-"

@@ -354,7 +354,9 @@ def plan(
     seeds = None if seeds is None else [*seeds]
     if change or name is not None:
         names = ["base"] if only is None else [*only]
-        require(len(names) == 1, f"a variant changes one experiment, got {', '.join(names)}")
+        require(
+            len(names) == 1, f"a variant changes one experiment, got {', '.join(names) or 'none'}"
+        )
         numbers = range(FIRST_SEEDS) if seeds is None else seeds
         return [config(names[0], preset, seed, change=change, name=name) for seed in numbers]
     if only is None:

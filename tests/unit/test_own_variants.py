@@ -298,6 +298,7 @@ def test_a_sweep_of_a_variant_changes_one_experiment_and_has_three_seeds(tmp_pat
     assert {run.model.attention.scale for run in runs} == {0.5}
     (biased,) = grid.plan("smoke", [4], ["k_bias"], change=change, name="mine")
     assert biased == su.config("k_bias", "smoke", 4, change=change, name="mine")
+    refuses("changes one experiment, got none", grid.plan, "smoke", only=[], name="mine")
     refuses("changes one experiment, got a, b", grid.plan, "smoke", only=["a", "b"], name="mine")
     refuses("needs a name of its own", grid.plan, "smoke", change=change)
 
