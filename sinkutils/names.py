@@ -143,12 +143,12 @@ def record_named(name: Name, runs: Name | None = None) -> Path | None:
     name: the folder itself, or preset/experiment/seed.
     Raises ModelUnavailable for a name that only a record can have, if there is no such record.
     """
-    folder = Path(name)
-    if folder.is_dir():
-        return folder if _is_record(folder) else None
-    folder = Path(runs or paths.RUNS) / name
-    if str(name) and _is_record(folder):
-        return folder
+    if Path(name).is_dir():
+        return Path(name) if _is_record(Path(name)) else None
+    for folder in (Path(name), Path(runs or paths.RUNS) / name):
+        folder = paths.standing(folder)
+        if _is_record(folder):
+            return folder
     preset, *rest = str(name).split("/")
     if Path(name).exists() or str(name).startswith((".", "/", "~")) or not rest:
         return None

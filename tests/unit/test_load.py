@@ -100,6 +100,9 @@ BROKEN = {
     "empty": "has a .bin file that is cut, or holds more than tensors",
     "git-lfs": r"has git-lfs pointers in place of files \(model.safetensors\): run `git lfs pull`",
     "no config": "has no config.json",
+    "no object": "has a config.json that is no JSON object",
+    "activation": "transformers knows no 'gelus', which config.json names",
+    "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: I8\)",
     "tokenizer": "could not be loaded",
     "newer": "was saved by a later transformers",
 }
@@ -140,6 +143,15 @@ def broken(way: str, folder: Path) -> None:
     if way == "shapes":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    if way == "no object":
+        (folder / "config.json").write_text("null")
+    if way == "activation":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelus"}))
+    if way == "integers":
+        tensors = load_file(weights)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        save_file(tensors | {name: tensors[name].to(torch.int8)}, weights, {"format": "pt"})
     if way == "newer":
         config = json.loads((folder / "config.json").read_text())
         config["transformers_version"] = "99.0.0"
