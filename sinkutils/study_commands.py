@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from sinkutils.commands import Parser, add_records, chosen, count
+from sinkutils.paths import Strict
 
 
 def add_study(command: Parser) -> None:
@@ -49,16 +50,11 @@ def assignment(text: str) -> tuple[str, Any]:
     try:
         if not equals:
             raise yaml.YAMLError
-        value = yaml.safe_load(written)
+        return field.strip(), yaml.load(written, Strict)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(
             f"must be FIELD=VALUE with a value of YAML, got {text!r}"
         ) from error
-    # YAML takes 1e-3 for a word, since it has no point.
-    with contextlib.suppress(TypeError, ValueError):
-        if isinstance(value, str):
-            value = float(value)
-    return field.strip(), value
 
 
 def add_training(command: Parser) -> None:
