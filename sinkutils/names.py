@@ -6,6 +6,7 @@ knows records and corpora; the latter is imported only where a name turns out to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -165,10 +166,10 @@ def _is_record(folder: Path) -> bool:
 
     A model's folder may have a SHA256SUMS or a provenance.json too.
     """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        config = None
+    config = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if (folder / "config.json").is_file():  # reading a pipe would wait for ever
+            config = json.loads((folder / "config.json").read_bytes())
     ours = isinstance(config, dict) and "experiment" in config
     if isinstance(config, dict) and not ours:
         return False

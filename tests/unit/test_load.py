@@ -89,6 +89,11 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         says = f"no recorded run '{name}': give preset/experiment/seed of one"
         with pytest.raises(ModelUnavailable, match=says):
             load_lm(name, runs=runs)
+    if hasattr(os, "mkfifo"):
+        (folder / "config.json").unlink()
+        os.mkfifo(folder / "config.json")  # of which a reader waits for a writer
+        with pytest.raises(ModelUnavailable, match="is missing or damaged"):
+            load_lm(folder)
 
 
 BROKEN = {
@@ -101,7 +106,7 @@ BROKEN = {
     "git-lfs": r"has git-lfs pointers in place of files \(model.safetensors\): run `git lfs pull`",
     "no config": "has no config.json",
     "no object": "has a config.json that is no JSON object",
-    "activation": "transformers knows no 'gelus', which config.json names",
+    "activation": "transformers looked up 'gelus' and found nothing",
     "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: I8\)",
     "tokenizer": "could not be loaded",
     "newer": "was saved by a later transformers",
