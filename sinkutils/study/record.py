@@ -187,6 +187,8 @@ class Record:
 
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
+            layers = self.config["model"]["num_layers"]
+            require(layers <= len(weights), f"they are not those of {layers} layers")
             model = TransformerLM(from_dict(LMConfig, self.config["model"]))
             model.load_state_dict(weights)
         return model.eval()
@@ -204,6 +206,7 @@ class Record:
             maps = (self.config["model"]["num_layers"], self.config["model"]["num_heads"])
             fits = curve is None or (
                 curve.ndim == 4
+                and curve.dtype.kind == "f"
                 and len(curve) == len(self.metrics["curve"])
                 and curve.shape[2:] == maps
                 and bool((abs(curve) < 2).all())  # also not true of NaN

@@ -495,6 +495,7 @@ def test_so_is_one_with_a_number_that_is_none(two, tmp_path, written):
         ("alpha.safetensors", {"curve": torch.full((1, 1, 2, 2), 0.2)}),  # of one point, not two
         ("alpha.safetensors", {"curve": torch.full((2, 1, 3, 2), 0.2)}),  # of three blocks
         ("alpha.safetensors", {"curve": torch.full((2, 1, 2, 2), torch.nan)}),
+        ("alpha.safetensors", {"curve": torch.zeros(2, 1, 2, 2).long()}),
         ("provenance", b"[]"),
         ("provenance", b'{"wall_seconds": "long"}'),
     ],
@@ -576,6 +577,11 @@ def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_
 
 def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
+    whole = su.record("tiny", "test", folder=tmp_path)
+    deep = replace(
+        whole, config=whole.config | {"model": whole.config["model"] | {"num_layers": 10**9}}
+    )
+    refuses("they are not those of 1000000000 layers", deep.load_model, kind=CorruptRecord)
     path.write_bytes(path.read_bytes()[:-4] + b"....")
     record = Runs(tmp_path).of(tiny).record()  # the numbers beside them are whole
     says = r"record test/tiny/0: model\.safetensors is missing, truncated or changed"
