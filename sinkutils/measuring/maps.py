@@ -15,7 +15,7 @@ from sinkutils.checks import integer, real, require, short
 from sinkutils.measuring.arrays import as_tensor
 from sinkutils.measuring.batches import dense
 from sinkutils.measuring.measure import distinct_pairs
-from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
+from sinkutils.measuring.report import NotFinite, Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import Tally
 from sinkutils.model.attention import attend, divide
 from sinkutils.model.config import AttentionSpec
@@ -108,7 +108,10 @@ def report(
     source: Any = SimpleNamespace(path=path, windows=windows, model=torch.nn.Module())
     places = torch.arange(shape[0])
     lengths = torch.full((shape[0],), shape[1])
-    result = tally.report(source, places, lengths, check_epsilons(epsilons))
+    try:
+        result = tally.report(source, places, lengths, check_epsilons(epsilons))
+    except NotFinite as error:
+        raise NotFinite("attention is not finite: products of q and k overflow") from error
     result.name = name
     result.bos = bos
     return result

@@ -178,7 +178,8 @@ class Report:
         rows = []
         for length in self.lengths.tolist():
             rows.append([function(length, k, window) for window in windows])
-        return torch.tensor(rows, device="cpu")
+        # We name both, because PyTorch's defaults may have been set to others, such as bfloat16.
+        return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
         """A 95 % interval of Sink_k^eps over sequences, in percent; k may be "star".
