@@ -33,12 +33,10 @@ from sinkutils.study.config import config_dict, config_hash, upgrade
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
-    open_record,
     read_record,
     record_folder,
-    write_record,
 )
-from sinkutils.study.store import Runs, is_of
+from sinkutils.study.store import Runs, is_of, write_record
 
 JSON_FILES = ("config.json", "metrics.json", "provenance.json")
 FILES = (*JSON_FILES, "model.safetensors", "tokenizer.json", "SHA256SUMS")
@@ -100,7 +98,7 @@ def die_before_step(step: int, what) -> bool:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     steps = itertools.count(1)
 
-    def write_half(path, data, whole=records_module.write_synced):
+    def write_half(path, data, whole=store.write_synced):
         if next(steps) == step:
             path.write_bytes(data[: len(data) // 2])
             os._exit(9)
@@ -111,7 +109,7 @@ def die_before_step(step: int, what) -> bool:
             os._exit(9)
         really(source, target)
 
-    records_module.write_synced, os.replace = write_half, rename
+    store.write_synced, os.replace = write_half, rename
     try:
         what()
     finally:  # whatever happens, the child must not go on as a second pytest
@@ -630,9 +628,9 @@ def copied(study, monkeypatch, tmp_path):
 
     def counted(folder):
         read.append(f"{folder.parent.name}/{folder.name}")
-        return open_record(folder)
+        return read_record(folder)
 
-    monkeypatch.setattr(tables, "open_record", counted)
+    monkeypatch.setattr(tables, "read_record", counted)
     runs = tmp_path / "runs"
     shutil.copytree(study, runs)
     return runs, read
@@ -656,6 +654,9 @@ def test_a_changed_record_is_read_again_and_only_that(copied):
     su.runs("laptop", runs)
     read.clear()
     path = runs / "laptop" / "k_bias" / "1" / "metrics.json"
+    (path.parent / ".DS_Store").symlink_to("nowhere")
+    assert set(su.runs("laptop", runs).status) == {"done"} and read == ["k_bias/1"]
+    read.clear()
     path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))  # the same size
     os.utime(path, ns=(0, 0))
     with pytest.warns(UserWarning, match="k_bias/1: metrics.json is missing, truncated or changed"):
