@@ -190,7 +190,8 @@ class Record:
         with _explained(self.folder, WEIGHTS):
             layers = self.config["model"]["num_layers"]
             require(layers <= len(weights), f"they are not those of {layers} layers")
-            model = TransformerLM(from_dict(LMConfig, self.config["model"]))
+            # .float(), as PyTorch's default may have been set to another dtype
+            model = TransformerLM(from_dict(LMConfig, self.config["model"])).float()
             model.load_state_dict(weights)
         return model.eval()
 
