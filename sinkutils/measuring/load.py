@@ -6,7 +6,6 @@ What transformers would read wrongly, or without a word, is refused with advice.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import pickle
 import re
@@ -18,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
 from sinkutils.checks import choice, require
 from sinkutils.checks import device as find_device
+from sinkutils.measuring.files import (
+    count_weights,
+    first_difference,
+    read_config,
+    whole_numbers,
+)
 from sinkutils.measuring.probes import WithoutTokenizer
 from sinkutils.measuring.real import (
     REAL_MODELS,
@@ -139,10 +143,10 @@ def _load_transformers(
     set_hook = getattr(logging, "set_tqdm_hook", lambda _: None)  # transformers 4 has none
     bars = set_hook(_plain_bar)
     try:
-        model, info = _from_pretrained(where, **options)
+        model, info = _causal_lm("from_pretrained", where, **options)
         names = other_names(model, info)
         if names:
-            model, info = _from_pretrained(where, key_mapping=names, **options)
+            model, info = _causal_lm("from_pretrained", where, key_mapping=names, **options)
         tokenizer: Any = WithoutTokenizer(model)
         if not local or gguf or _has_tokenizer(path):
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
@@ -158,14 +162,14 @@ def _load_transformers(
     return model.eval(), tokenizer
 
 
-def _from_pretrained(where: Any, **options: Any) -> Any:
-    """A causal LM, or a model of pictures and text, with its loading info."""
+def _causal_lm(method: str, source: Any, **options: Any) -> Any:
+    """What a class method of the causal LMs returns, or of the models of pictures and text."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     first: ValueError | None = None
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
-            return kind.from_pretrained(where, **options)
+            return getattr(kind, method)(source, **options)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
@@ -203,15 +207,6 @@ def base_of_adapter(path: Path) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The contents of a JSON file, {} if it is no JSON object: transformers says what is wrong."""
-    try:
-        contents = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return contents if isinstance(contents, dict) else {}
-
-
 def why_not(path: Path) -> str:
     """Why a path holds no model that transformers reads, with advice; "" if it may hold one."""
     if path.is_file() and path.suffix != ".gguf":
@@ -228,7 +223,7 @@ def why_not(path: Path) -> str:
     if (path / "config.json").is_file():
         if not read_config(path / "config.json"):
             return "has a config.json that is no JSON object, or empty"
-        return _why_unread(path) or _why_not_these(path)
+        return _why_unread(path) or _why_not_these(path) or _why_too_large(path)
     for config in path.glob("*/config.json"):  # perhaps a training's folder of checkpoints
         return f"has no config.json: give a folder in it, {str(config.parent)!r} for instance"
     return f"has no config.json: {_what_it_is(path) or 'is it the folder of a model?'}"
@@ -308,7 +303,7 @@ def _why_not_these(path: Path) -> str:
     new, old = ([file for file in files if file.is_file()] for files in (new, old))
     if not new and not old and (what := _what_it_is(path)):
         return f"has no model.safetensors: {what}"
-    if len(new) == 2 and (other := _first_difference(single, index)):
+    if len(new) == 2 and (other := first_difference(single, index)):
         return (
             f"holds model.safetensors and the shards of {index.name}, and they differ ({other}); "
             "transformers would load the former without a word: move away those that you do not mean"
@@ -322,25 +317,28 @@ def _why_not_these(path: Path) -> str:
     return ""
 
 
-def _first_difference(single: Path, index: Path) -> str | None:
-    """A weight in which a file and the shards of an index differ, or None."""
-    places = read_config(index).get("weight_map")
-    if not isinstance(places, dict) or set(places.values()) <= {single.name}:
-        return None
-    with safe_open(single, "pt") as one:
-        keys = set(one.keys())
-        if keys != set(places):
-            return str(min(keys ^ set(places)))
-        for file in sorted(set(places.values())):
-            shard = single.with_name(str(file))
-            if not shard.is_file():
-                return f"{file} is not there"
-            with safe_open(shard, "pt") as other:
-                for key in (key for key, place in places.items() if place == file):
-                    there = key in other.keys()
-                    if not there or not torch.equal(one.get_tensor(key), other.get_tensor(key)):
-                        return str(key)
-    return None
+def _why_too_large(path: Path) -> str:
+    """Why config.json is of another model than the weights beside it: one of 20 times as many.
+
+    transformers takes its defaults for sizes that config.json lacks, and builds the whole model
+    before it compares shapes: for {"model_type": "llama"} that takes 27 GB.
+    """
+    from transformers import AutoConfig
+
+    # A number of a quantised file may hold several weights. A model's own code is not run here.
+    if {"quantization_config", "auto_map"} & read_config(path / "config.json").keys():
+        return ""
+    try:
+        held = count_weights(path)
+        with torch.device("meta"):  # shapes without numbers
+            model = _causal_lm("from_config", AutoConfig.from_pretrained(path))
+    except Exception:  # of any kind: `from_pretrained` meets it as well, and `_why` explains it
+        return ""
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    if not held or wanted <= 20 * held:
+        return ""
+    says = f"has a config.json of a model with {wanted:,} weights, and {held:,} in its files"
+    return f"{says}: does config.json lack sizes? transformers then takes its defaults"
 
 
 # --- after it is loaded, or not
@@ -431,22 +429,10 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         message += "; attention does not depend on them, but the logits are random"
     if missing or unused:
         warnings.warn(message, stacklevel=5)
-    whole = None if getattr(model, "is_quantized", False) else _whole_numbers(Path(name))
+    whole = None if getattr(model, "is_quantized", False) else whole_numbers(Path(name))
     if whole:
         says = "they are quantised, and config.json does not say how"
         raise ModelUnavailable(f"{name!r} holds whole numbers ({whole}): {says}: {MADE_OF}")
-
-
-def _whole_numbers(path: Path) -> str | None:
-    """A matrix of integers among the weights in a folder, with its type, or None."""
-    for file in path.glob("model*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # it is no dict
-                part = opened.get_slice(key)
-                kind = part.get_dtype()
-                if key.endswith(".weight") and len(part.get_shape()) > 1 and kind[0] in "IU":
-                    return f"{key}: {kind}"
-    return None
 
 
 def other_names(model: Any, info: dict[str, Any]) -> dict[str, str]:

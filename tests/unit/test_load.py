@@ -106,6 +106,7 @@ BROKEN = {
     "no config": "has no config.json",
     "no object": "has a config.json that is no JSON object",
     "activation": "transformers looked up 'gelus' and found nothing",
+    "sizes": r"has a config.json of a model with 124,439,808 weights, and [\d,]+ in its files: does config.json lack sizes",
     "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: I8\)",
     "tokenizer": "could not be loaded",
     "newer": "was saved by a later transformers",
@@ -128,6 +129,10 @@ def broken(way: str, folder: Path) -> None:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = tf.ViTConfig(**sizes, intermediate_size=16)
         tf.ViTForImageClassification(config).save_pretrained(folder)
+        return
+    if way == "sizes":  # of a family whose default model is small
+        build("gpt2").save_pretrained(folder)
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
         return
     saved(folder)
     weights = folder / "model.safetensors"
