@@ -63,6 +63,7 @@ def trained(case: str, seed: int) -> dict[str, Any]:
     config = grid.config("fixed_1", "minute", seed, change={"train.weight_decay": 0.0}, name=case)
     run = Run(config, load_corpus(config.data.corpus, config.model.vocab_size), torch.device("cpu"))
     weights = [weight for group, weight in groups_of(run.model) if group in CASES[case]]
+    run.forward = torch.compile(run.task.loss)
     while run.step < config.train.steps:
         rate = learning_rate(config.train, run.step)
         for weight in weights:

@@ -50,6 +50,7 @@ def trained(experiment: str, seed: int, normed: bool) -> dict[str, Any]:
             block.attention.out = nn.Sequential(
                 HeadNorm(config.model.num_heads), block.attention.out
             )
+    run.forward = torch.compile(run.task.loss)
     while run.step < config.train.steps:
         run.advance()
     report = measure(run.model, run.probe)
