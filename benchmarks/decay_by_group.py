@@ -60,7 +60,8 @@ def trained(case: str, seed: int) -> dict[str, Any]:
     """The sink and the loss at the end of a run whose decay acts on the groups of the case."""
     base = grid.config("fixed_1", "minute", seed)
     decay = base.train.weight_decay
-    config = grid.config("fixed_1", "minute", seed, change={"train.weight_decay": 0.0}, name=case)
+    without = {"train.weight_decay": 0.0}
+    config = grid.config("fixed_1", "minute", seed, change=without, name="decay")
     run = Run(config, load_corpus(config.data.corpus, config.model.vocab_size), torch.device("cpu"))
     weights = [weight for group, weight in groups_of(run.model) if group in CASES[case]]
     run.forward = torch.compile(run.task.loss)
