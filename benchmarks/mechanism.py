@@ -46,6 +46,7 @@ def writers(measured: Subject, ids: Tensor, block: int, dimension: int) -> dict[
 
     surgery.edit(measured.model, ids, "neurons", look, [block])
     neurons = seen[-1][:, 0]  # (B, n), of x_1
+    others = seen[-1][:, 1:]  # (B, T - 1, n)
     weights: Any = measured.model.model.layers[block].mlp.down_proj.weight.detach()  # type: ignore[union-attr, index]
     written = (neurons * weights[dimension]).mean(dim=0)
     largest = written.abs().topk(5).indices
@@ -55,6 +56,8 @@ def writers(measured: Subject, ids: Tensor, block: int, dimension: int) -> dict[
         "neurons": largest.tolist(),
         "written": written[largest].tolist(),
         "all neurons": written.sum().item(),
+        # the mean size of what each writes there at other tokens
+        "elsewhere": (others * weights[dimension]).abs().mean(dim=(0, 1))[largest].tolist(),
         "h_1 of the two": neurons[:, two]
         @ weights[:, two].T,  # (B, d), what both write in all dimensions
     }

@@ -6,6 +6,7 @@ knows records and corpora; the latter is imported only where a name turns out to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -143,12 +144,12 @@ def record_named(name: Name, runs: Name | None = None) -> Path | None:
     name: the folder itself, or preset/experiment/seed.
     Raises ModelUnavailable for a name that only a record can have, if there is no such record.
     """
-    folder = Path(name)
-    if folder.is_dir():
-        return folder if _is_record(folder) else None
-    folder = Path(runs or paths.RUNS) / name
-    if str(name) and _is_record(folder):
-        return folder
+    if Path(name).is_dir():
+        return Path(name) if _is_record(Path(name)) else None
+    for folder in (Path(name), Path(runs or paths.RUNS) / name):
+        folder = paths.standing(folder)
+        if _is_record(folder):
+            return folder
     preset, *rest = str(name).split("/")
     if Path(name).exists() or str(name).startswith((".", "/", "~")) or not rest:
         return None
@@ -165,10 +166,10 @@ def _is_record(folder: Path) -> bool:
 
     A model's folder may have a SHA256SUMS or a provenance.json too.
     """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        config = None
+    config = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if (folder / "config.json").is_file():  # reading a pipe would wait for ever
+            config = json.loads((folder / "config.json").read_bytes())
     ours = isinstance(config, dict) and "experiment" in config
     if isinstance(config, dict) and not ours:
         return False

@@ -9,6 +9,7 @@ import contextlib
 import csv
 import hashlib
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,10 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from sinkutils.checks import Refused, first_line
+
+# CSafeLoader is ten times as fast, and exists only where libyaml is installed.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "data" / "claims.yaml").is_file() else None
 HOME = Path(os.environ.get("SINKUTILS_HOME") or CHECKOUT or ".").resolve()
@@ -34,9 +39,31 @@ NOTEBOOKS = ROOT / "notebooks"
 
 def read_yaml(path: Path) -> Any:
     """The contents of a YAML file."""
-    # CSafeLoader is ten times as fast, and exists only where libyaml is installed.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
+    return yaml.load(path.read_text(encoding="utf-8"), LOADER)
+
+
+class Strict(LOADER):  # type: ignore[misc, valid-type]
+    """Reads 1e-3 as a number, and refuses a key that stands twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key!r} stands twice in one place")
+        return super().construct_mapping(node, deep)
+
+
+Strict.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_own_yaml(path: str | Path) -> Any:
+    """The contents of a user's YAML file. Raises ValueError, on one line, if it is none."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Strict)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"{path} is no YAML: {first_line(error)}") from error
 
 
 @lru_cache
@@ -88,6 +115,15 @@ def replace_file(path: Path, data: bytes | Callable[[BinaryIO], None]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def standing(folder: Path) -> Path:
+    """The folder of a record or, if it is not there, the old one that stands beside it.
+
+    A process that dies while it replaces a record may leave the old one only (`study.record`).
+    """
+    old = folder.with_name(f".{folder.name}.old")
+    return old if old.is_dir() and not os.path.lexists(folder) else folder
 
 
 def sync_folder(path: Path) -> None:

@@ -6,7 +6,6 @@ A module that loads PyTorch, which takes seconds, is imported inside the command
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from collections import Counter
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from sinkutils.commands import Parser, add_records, chosen, count
+from sinkutils.paths import Strict
 
 
 def add_study(command: Parser) -> None:
@@ -44,16 +44,11 @@ def assignment(text: str) -> tuple[str, Any]:
     try:
         if not equals:
             raise yaml.YAMLError
-        value = yaml.safe_load(written)
+        return field.strip(), yaml.load(written, Strict)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(
             f"must be FIELD=VALUE with a value of YAML, got {text!r}"
         ) from error
-    # YAML takes 1e-3 for a word, since it has no point.
-    with contextlib.suppress(TypeError, ValueError):
-        if isinstance(value, str):
-            value = float(value)
-    return field.strip(), value
 
 
 def add_training(command: Parser) -> None:
@@ -88,12 +83,10 @@ def list_command(options: argparse.Namespace) -> None:
     refused = unavailable(options.preset)
     statuses = Counter[str]()  # status -> number of records
     seeds = Counter[str]()  # experiment -> number of seeds recorded
-    # The numbers in the records are not looked at, which saves most of the time.
-    for record in Runs(options.runs).entries(options.preset, contents=False):
-        if record.problem is None:
-            seeds[record.experiment] += 1
-        else:
-            statuses[record.problem[0]] += 1
+    for entry in Runs(options.runs).entries(options.preset):
+        statuses[entry.status] += 1
+        if entry.status in ("done", "failed"):
+            seeds[entry.experiment] += 1
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
     for row in rows:
         known: int | str = "-"

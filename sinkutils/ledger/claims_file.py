@@ -36,16 +36,15 @@ from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
 
-import yaml
-
 from sinkutils import paths
-from sinkutils.checks import Refused, first_line, integer, require
-from sinkutils.ledger.quantities import QUANTITIES
+from sinkutils.checks import Refused, choice, fields, integer, require, short
+from sinkutils.ledger.quantities import COMPARED, QUANTITIES
 from sinkutils.ledger.readings import real_models
 from sinkutils.study.config import Json
 
 OF_ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
 OF_RUNS = (*OF_ONE_RUN, "more", "same", "kept", "alike", "loss", "worse")
+GATES = ("none", "trained", "any token", "large")  # see `judge.GATED`
 REAL = ("above", "below")  # the kinds of checks on a number of a real model
 
 
@@ -88,6 +87,10 @@ class Claim:
     trivial: str = ""
     remark: str = ""
 
+    def __post_init__(self) -> None:
+        fields(self)
+        choice("gate", self.gate, GATES)
+
 
 @lru_cache(maxsize=2)
 def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
@@ -103,10 +106,7 @@ def read_own(path: str | Path) -> tuple[Claim, ...]:
 
     Raises ValueError as `read_claims`, and OSError if there is no such file.
     """
-    try:
-        entries = paths.read_yaml(Path(path))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} is no YAML: {first_line(error)}") from error
+    entries = paths.read_own_yaml(path)
     listed = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     require(listed and len(entries) > 0, f"{path} is no list of claims, as data/claims.yaml is")
     claims = _claims([OWN | {"source": Path(path).name} | entry for entry in entries])
@@ -119,13 +119,15 @@ def _claims(entries: list[Json]) -> tuple[Claim, ...]:
     claims = []
     for entry in entries:
         try:
-            fields = dict(entry)
-            fresh = fields.pop("fresh", 0)
-            fields["checks"] = _checks(entry.get("checks", []), fresh)
-            fields["given"] = _checks(entry.get("given", []))
-            claims.append(Claim(**fields))
+            values = dict(entry)
+            fresh = values.pop("fresh", 0)
+            values["checks"] = _checks(entry.get("checks", []), fresh)
+            values["given"] = _checks(entry.get("given", []))
+            claims.append(Claim(**values))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Refused(f"claim {entry.get('id', 'without id')}: {error}") from error
+        ids = [claim.id for claim in claims]
+        require(ids.count(ids[-1]) == 1, f"two claims have the id {ids[-1]!r}")
     return tuple(claims)
 
 
@@ -135,6 +137,8 @@ def _checks(lines: list[Json], fresh: int = 0) -> tuple[Check, ...]:
     fresh: the first seed that counts, if a line does not say it.
     """
     checks = list[Check]()
+    listed = isinstance(lines, list) and all(isinstance(line, dict) for line in lines)
+    require(listed, f"checks must be a list such as [{{present: k_bias}}], got {short(lines)}")
     for line in lines:
         line = dict(line)
         first = integer("fresh", line.pop("fresh", fresh), least=0)
@@ -154,7 +158,8 @@ def _of_models(kind: str, line: Json) -> list[Check]:
     models = [model for model, its_question in real_models() if its_question == question]
     known = kind in REAL and len(models) > 0
     require(known and len(line) == 2, f"no such check: {line}")
-    require(isinstance(bar, int | float), f"the bar is no number: {line}")
+    number = isinstance(bar, int | float) and math.isfinite(bar)
+    require(number, f"the bar is no number: {line}")
     return [Check(kind, (model,), question, bar) for model in models]
 
 
@@ -165,6 +170,8 @@ def _of_runs(kind: str, line: Json) -> list[Check]:
     names = _listed(line[kind])
     if kind in OF_ONE_RUN:
         require("than" not in line, f"{kind} compares with nothing: {line}")
+        has_bar = quantity not in COMPARED or kind in ("fails", "trains")
+        require(has_bar, f"no bar says how much of {quantity} is {kind}: {line}")
         return [Check(kind, (name,), quantity) for name in names]
     if kind == "more" and "than" not in line:  # each run has more than the next
         require(len(names) > 1, f"more than what? {line}")
@@ -172,8 +179,13 @@ def _of_runs(kind: str, line: Json) -> list[Check]:
     else:
         others = _listed(line.get("than", "base"))
         pairs = [*product(names, others)]
+    for one, other in pairs:
+        require(one != other, f"a check compares {one} with itself: {line}")
     return [Check(kind, pair, quantity) for pair in pairs]
 
 
 def _listed(names: str | list[str]) -> list[str]:
-    return names if isinstance(names, list) else [names]
+    listed = names if isinstance(names, list) else [names]
+    named = len(listed) > 0 and all(isinstance(name, str) for name in listed)
+    require(named, f"a check is of names of experiments, got {names}")
+    return listed

@@ -15,6 +15,7 @@ import numpy as np
 from sinkutils.measuring.uniform import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.frames import by_block
+from sinkutils.study.record import Record
 
 Numbers = dict[str, float]
 
@@ -98,6 +99,11 @@ READS: dict[str, tuple[str, ...]] = dict.fromkeys(EXCESSES, ("live_later",))
 READS |= dict.fromkeys(("key", "value"), ("live_later",))
 READS |= dict.fromkeys(("onset", "gathered"), ("live_1", "live_later"))
 READS["block_1"] = ("live_1",)
+
+
+def quantities(record: Record) -> Numbers | None:
+    """All quantities of a record (`of_run`)."""
+    return of_run(record.config, {**record.metrics}, record.read_arrays().get("curve"))
 
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:

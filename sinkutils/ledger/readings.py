@@ -10,18 +10,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from sinkutils import paths
-from sinkutils.ledger.quantities import BORROWS, Numbers, as_judged, of_run
+from sinkutils.ledger.quantities import BORROWS, Numbers, as_judged, quantities
 from sinkutils.ledger.statistics import LEAST_SETTINGS, Estimate, Prior, fit_prior, moderated, welch
-from sinkutils.study.config import Json
 from sinkutils.study.grid import by_name, find_preset, resolve
-from sinkutils.study.record import SUMS, Folder
+from sinkutils.study.record import Folder
 from sinkutils.study.store import Runs
+from sinkutils.study.tables import state_of
 
 # The least number of seeds from which an experiment is judged, if it is not 3. A run of this preset
 # takes a night.
@@ -183,23 +182,15 @@ def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
     """
     find_preset(preset.partition("@")[0])
     store = Runs(folder)
-    # The times of the digest files. If one changes, the records are read again.
-    state = []
-    for path in sorted((store.folder / preset).glob(f"*/*/{SUMS}")):
-        state.append((path, path.stat().st_mtime_ns))
-    return _readings(preset, store, tuple(state))
+    return _readings(preset, store, state_of(store.folder / preset))
 
 
 @lru_cache(maxsize=4)
-def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
+def _readings(preset: str, store: Runs, state: str) -> Readings:
     runs: dict[str, Seeds] = {}
-    for record in store.entries(preset):
-        if record.status not in ("done", "failed"):
-            continue
-        alpha = record.read_arrays().get("curve")
-        metrics: Json = {**record.metrics}
-        seeds = runs.setdefault(record.experiment, {})
-        seeds[record.seed] = of_run(record.config, metrics, alpha)
+    for entry in store.entries(preset, quantities):
+        if entry.status in ("done", "failed"):
+            runs.setdefault(entry.experiment, {})[entry.seed] = entry.value
     if store.folder == paths.RUNS:
         # Some quantities were measured on the weights that records keep (benchmarks/trials.py).
         trials = pd.read_csv(paths.LEDGER / "trials.csv")

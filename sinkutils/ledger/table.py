@@ -55,7 +55,7 @@ def claims(
     """
     ours = readings(preset, folder)
     rows = []
-    for judged in _all_judged(ours, correction, read_own(file) if file else read_claims()):
+    for judged in _all_judged(ours, correction, read_claims() if file is None else read_own(file)):
         # The runs that the checks read, by quantity. Dicts are used as ordered sets.
         read: dict[str, dict[str, None]] = {}
         levels = []

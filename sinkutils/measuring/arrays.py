@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import Refused, short
+from sinkutils.checks import Refused, require, short
 
 
 def as_tensor(name: str, x: Any) -> Tensor:
@@ -18,12 +18,15 @@ def as_tensor(name: str, x: Any) -> Tensor:
     """
     if isinstance(x, Tensor):
         return x
+    require(not np.ma.is_masked(x), f"{name} hides numbers by a mask, which is not read: fill them")
     try:
         if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
             return torch.from_dlpack(x)
         # A copy, because PyTorch cannot share memory that NumPy may only read.
-        return torch.from_numpy(np.array(x))
+        copy = np.array(x)
+        return torch.from_numpy(copy.astype(copy.dtype.newbyteorder("="), copy=False))
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        what = getattr(x, "dtype", None) or short(x)
         raise Refused(
-            f"{name} must be an array of numbers, got {type(x).__name__}: {short(x)}"
+            f"{name} must be an array of numbers that PyTorch has, got {type(x).__name__}: {what}"
         ) from error

@@ -64,7 +64,10 @@ class Inputs:
         entries: dict[str, Any] = {"input_ids": ids}
         if isinstance(ids, Mapping):
             entries = {str(name): x for name, x in ids.items() if x is not None}
-            require("input_ids" in entries, f"ids has no input_ids, but {', '.join(entries)}")
+            require(
+                "input_ids" in entries,
+                f"ids has no input_ids, but {', '.join(entries) or 'nothing'}",
+            )
         if attention_mask is not None:
             entries["attention_mask"] = attention_mask
         self.ids: Tensor = entries.pop("input_ids")  # (samples, T)
@@ -166,11 +169,13 @@ class Inputs:
             for tokens in torch.tensor_split(places, starts.nonzero()[:, 0]):
                 texts.append(slice(int(tokens[0]), int(tokens[-1]) + 1))
             plain = len(texts) == 1
-            if plain and positions is not None:
+            if positions is not None:
                 of_row = positions.select(self._axis("position_ids") or 0, index)
+                lowest = int(of_row[..., places].min())
+                require(lowest >= 0, f"position_ids must be at least 0, got {lowest}")
                 found = of_row[..., texts[0]]
                 counted = torch.arange(found.shape[-1], device="cpu")
-                plain = bool((found.cpu() == counted).all())
+                plain = plain and bool((found.cpu() == counted).all())
             yield Row(index, tuple(texts), whole=not plain)
 
     def _tokens(self) -> Tensor:
@@ -205,7 +210,7 @@ class Inputs:
                 found[name] = x.to("cpu").long()
             elif name == "position_ids":
                 dense(name, x)
-                if x.ndim == 1 or len(x) == 1:  # one row for all
+                if x.ndim < 2 or len(x) == 1:  # one row for all
                     x = x.reshape(1, -1).expand(samples, -1)
                     self.entries[name] = x
                 x = x if self._axis(name) == 0 else x[0]  # some have several for a token
@@ -280,6 +285,12 @@ class Inputs:
             batches = [self._batch([row]) for row in self._different(name)]
             if not any(source.is_changed_by(name, b.ids, b.entries) for b in batches):
                 del self.entries[name]
+        for name, x in self.entries.items():
+            of_rows = self._axis(name) is not None or self._says_where(name)
+            require(
+                of_rows or not isinstance(x, Tensor) or x.ndim == 0 or len(self.ids) == 1,
+                f"{name} is of no one row of ids, and changes the pass: measure each row by itself",
+            )
 
     def _different(self, name: str) -> list[Row]:
         """Rows for which an entry holds different things, at most `MOST_ROWS`."""
@@ -344,10 +355,6 @@ class Inputs:
         x = self.entries[name]
         axis = self._axis(name)
         if axis is None:
-            require(
-                not isinstance(x, Tensor) or x.ndim == 0 or len(self.ids) == 1,
-                f"{name} is of no one row of ids, and changes the pass: measure each row by itself",
-            )
             return x
         x = x.narrow(axis, index, 1)
         by_token = x.ndim > axis + 1 and x.shape[axis + 1] == self.ids.shape[1]

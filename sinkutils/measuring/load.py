@@ -228,6 +228,8 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own message, unless it misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):  # such as an activation, or a part of the tokenizer
+        message = f"transformers looked up {message} and found nothing of that name"
     path = Path(name)
     find_spec = importlib.util.find_spec  # returns None if a package is not installed
     if gguf_file(path):

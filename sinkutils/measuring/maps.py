@@ -7,13 +7,15 @@ from itertools import count, repeat
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sinkutils.checks import integer, real, require, short
 from sinkutils.measuring.arrays import as_tensor
+from sinkutils.measuring.batches import dense
 from sinkutils.measuring.measure import distinct_pairs
-from sinkutils.measuring.report import Report, check_epsilons, check_targets
+from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import Tally
 from sinkutils.model.attention import attend, divide
 from sinkutils.model.config import AttentionSpec
@@ -69,6 +71,7 @@ def report(
     whole = "normalised and star belong to maps: q and k are those of a softmax"
     require(from_maps or (normalised and not star), whole)
     require(normalised or not star, "star needs rows that sum to one with the sink's share")
+    check_bos(bos)
     if scale is not None:
         real("scale", scale, "positive and finite", more=True)
     layers = layers_of(q=q, k=k, sinks=sinks) if maps is None else layers_of(maps=maps)
@@ -135,7 +138,7 @@ def layers_of(**parts: Iterable[Any] | None) -> Iterable[dict[str, Any]]:
 
 def window_of(window: int | Sequence[int | None] | None, layer: int) -> int | None:
     """The window of a layer."""
-    if isinstance(window, Sequence):
+    if isinstance(window, Sequence | np.ndarray):
         require(layer < len(window), f"window has {len(window)} layers, and there are more")
         window = window[layer]
     return None if window is None else integer("window", window, least=1)
@@ -145,6 +148,7 @@ def array_of(part: str, layer: int, x: Any) -> Tensor:
     """A layer's array as a tensor, checked for its dimensions and for nan."""
     name = f"{part} of layer {layer + 1}"
     tensor = as_tensor(name, x).detach()
+    dense(name, tensor)
     fits = tensor.ndim == (1 if part == "sinks" else 4) and tensor.numel() > 0
     require(
         fits and tensor.is_floating_point() and tensor.dtype.itemsize > 1,
@@ -184,7 +188,8 @@ def shares_of(weights: Tensor, layer: int, normalised: bool, star: bool) -> Tens
         require(
             1 - off <= low and high <= 1 + off,
             f"{name} have rows that sum to {low:.3g} to {high:.3g}, not to 1: say star=True if a "
-            "learned sink takes the rest, or normalised=False for weights without a fixed sum",
+            "learned sink takes the rest, or normalised=False for weights without a fixed sum; of a "
+            "padded text give the map without its padding",
         )
     return weights
 

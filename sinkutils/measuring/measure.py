@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sinkutils.checks import Refused, integer, require, short
 from sinkutils.measuring.batches import Ids, Inputs
-from sinkutils.measuring.report import Report, check_epsilons, check_targets
+from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
 from sinkutils.model.decoder import TransformerLM
 
@@ -99,10 +99,7 @@ def measure(
     if batch_size is not None:
         batch_size = integer("batch_size", batch_size, least=1)
     pairs = distinct_pairs(heads)
-    require(
-        bos in (True, False, None),
-        f"bos must be True, False or None (read it off the ids), got {bos!r}",
-    )
+    check_bos(bos)
     check_weights(model)
     every_bos = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
     # A decoder's texts may begin with a token of their own, and BOS then follows it.
@@ -171,6 +168,12 @@ def check_weights(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         offloaded = hasattr(module, "_hf_hook")  # a hook of accelerate fetches these weights
+        for name, x in module.named_buffers(path, recurse=False):
+            require(
+                not x.is_meta or offloaded,
+                f"model has a buffer on the meta device ({name}), without numbers: "
+                "load_state_dict(assign=True) leaves those there that no file holds; compute it",
+            )
         for name, weight in module.named_parameters(path, recurse=False):
             if weight.is_meta and not offloaded:
                 raise Refused(

@@ -99,7 +99,7 @@ def probe(
     return torch.from_numpy(np.array(ids, dtype=np.int64))
 
 
-def _one_by_one(texts: Any) -> Iterator[str]:
+def one_by_one(texts: Any) -> Iterator[str]:
     """The texts, of which a stream is read only as far as they are asked for.
 
     Raises ValueError unless they are several strings in an order.
@@ -157,7 +157,7 @@ def read_ahead(
     """Each text with its windows; those of a stream until there are READ_AHEAD * n windows."""
     stream = is_stream(texts)
     count = 0
-    for index, text in enumerate(_one_by_one(texts)):
+    for index, text in enumerate(one_by_one(texts)):
         windows = _cut(tokenizer, text, needed)
         count += len(windows)
         yield text, windows
@@ -221,7 +221,7 @@ def _natural(
         texts = held_out_documents()
         if corpus is not None:
             texts = list(map(corpus.decode, corpus.documents("probe")))
-    stream = _one_by_one(texts)
+    stream = one_by_one(texts)
     documents = list(islice(stream, READ_AHEAD * n if is_stream(texts) else None))
     generator = np.random.default_rng([seed, PROBES.index("natural")])
     drawn = (documents[index] for index in generator.permutation(len(documents)))

@@ -17,14 +17,16 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.utils import find_labels
 
-from sinkutils.checks import Refused, require
-from sinkutils.measuring.batches import dense
+from sinkutils.checks import Refused, first_line, require
+from sinkutils.measuring.batches import check_entry, dense
 from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call, home_of
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound
 
 LATER = "sees later tokens: it is no causal LM (encoder-only?)"
 SILENT = (
-    "did not show its weights: was its forward replaced? Measure the model as it was loaded; "
+    "did not show its weights: was its forward replaced? Measure the model as it was loaded. If it "
+    "computes 'eager' by itself, as GPT-2 with reorder_and_upcast_attn, set_attn_implementation("
+    "'sdpa'); "
     f"{INTERFACE}"
 )
 TWICE = (
@@ -126,9 +128,18 @@ def decoder_of(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         decoder = model.get_decoder()
     if decoder is None or decoder is model:
         return model, batch
-    for name in ("input_ids", "attention_mask", "decoder_input_ids", "labels"):
-        if batch.get(name) is not None:  # such as lists, where return_tensors was left out
-            dense(name, batch[name])
+    kind = type(model).__name__
+    require(
+        isinstance(decoder, PreTrainedModel),
+        f"{kind} has a decoder that is no model of transformers by itself: it cannot be measured",
+    )
+    for name, x in batch.items():
+        if x is None:
+            continue
+        if name in ("input_ids", "attention_mask", "decoder_input_ids", "labels"):
+            dense(name, x)  # no list, as where return_tensors was left out
+        elif name != "inputs_embeds":  # which the encoder may read
+            check_entry(name)
     handed: dict[str, Any] = {}
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -143,10 +154,13 @@ def decoder_of(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         state.evaluate(model)
         kwargs_too = decoder._forward_pre_hooks_with_kwargs
         state.hook(decoder._forward_pre_hooks, note, with_kwargs=kwargs_too)
-        getattr(model, "_orig_mod", model)(**tree_map(moved, dict(batch)))
+        try:
+            getattr(model, "_orig_mod", model)(**tree_map(moved, dict(batch)))
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise Refused(f"{kind} does not run on this batch: {first_line(error)}") from error
     entries = {name: x for name, x in handed.items() if isinstance(x, Tensor)}
     entries.pop("cache_position", None)
-    require("input_ids" in entries, f"{type(model).__name__} hands its decoder no input_ids")
+    require("input_ids" in entries, f"{kind} hands its decoder no input_ids")
     return decoder, entries
 
 

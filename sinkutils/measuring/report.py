@@ -400,6 +400,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def check_bos(bos: Any) -> None:
+    """Raise ValueError unless it is known or unknown whether a BOS stands first."""
+    require(bos in (True, False, None), f"bos must be True, False or None (unknown), got {bos!r}")
+
+
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
     """The thresholds without duplicates.
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sinkutils.checks import choice, first_line, real, require, short
+from sinkutils.checks import Refused, choice, first_line, real, require, short
 from sinkutils.measuring import faults
 from sinkutils.measuring.arrays import as_tensor
 from sinkutils.measuring.faults import DIFFERENTIABLE, FAULTS, SINK_GRADIENTS, Attention, Call
@@ -158,7 +158,7 @@ def run(
     *,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    cases: Sequence[str] | None = None,
+    cases: Iterable[str] | None = None,
     gradients: bool = True,
     tolerance: float | None = None,
     name: str = "",
@@ -195,15 +195,24 @@ def run(
     """
     require(callable(function), f"function must be callable, got {short(function)}")
     require(dtype in TOLERANCES, f"dtype must be one of {[*TOLERANCES]}, got {dtype}")
-    require(not isinstance(cases, str), f"cases must be several names, got {cases!r}")
-    for key in cases or ():
+    several: Any = reference() if cases is None else cases
+    require(
+        isinstance(several, Iterable) and not isinstance(several, str),
+        f"cases must be several names, got {short(cases)}",
+    )
+    names = [*several]
+    for key in names:
         choice("each of cases", key, reference())
     if tolerance is not None:
         real("tolerance", tolerance, "positive and finite", more=True)
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise Refused(f"device {device} is not there: {first_line(error)}") from error
     kernel = Kernel(function, dtype, torch.device(device))
     limit = tolerance or TOLERANCES[dtype]
     outcomes: list[Outcome] = []
-    for key in cases or reference():
+    for key in names:
         case = reference()[key]
         if case.fine and dtype.itemsize < 4:
             continue

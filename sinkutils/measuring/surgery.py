@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from sinkutils.checks import Refused, choice, integer, integers, require
+from sinkutils.checks import Refused, choice, integer, integers, require, short
 from sinkutils.measuring.batches import Batch, Ids, Inputs
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import check_range, measure, short_text
@@ -122,6 +122,7 @@ def edit(
         edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))
     """
     choice("place", place, PLACES)
+    require(callable(change), f"change must be a function, got {short(change)}")
     with operating(model, ids, attention_mask) as (source, inputs, state):
         every = list(range(len(source.blocks)))
         if place in ("query", "key", "value"):

@@ -114,6 +114,8 @@ def check_path(path: Path) -> None:
     elif (path / "adapter_config.json").is_file():
         _check_adapter(path)
     elif (path / "config.json").is_file():
+        if not read_config(path / "config.json"):
+            raise ModelUnavailable(f"{where} has a config.json that is no JSON object, or empty")
         _check_quantisation(path)
         _check_weights(path)
     else:
@@ -315,6 +317,24 @@ def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
         message += "; attention does not depend on them, but the logits are random"
     if missing or unused:
         warnings.warn(message, stacklevel=5)
+    whole = None if getattr(model, "is_quantized", False) else _whole_numbers(Path(name))
+    if whole:
+        raise ModelUnavailable(
+            f"{name!r} holds whole numbers ({whole}), which transformers takes as weights as they "
+            f"are: they are quantised, and config.json does not say how: {MADE_OF}"
+        )
+
+
+def _whole_numbers(path: Path) -> str | None:
+    """A matrix of integers among the weights in a folder, with its type, or None."""
+    for file in path.glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():  # it is no dict
+                part = opened.get_slice(key)
+                kind = part.get_dtype()
+                if key.endswith(".weight") and len(part.get_shape()) > 1 and kind[0] in "IU":
+                    return f"{key}: {kind}"
+    return None
 
 
 def other_names(model: Any, info: dict[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import Refused, choice, first_line, real, require
+from sinkutils.checks import Refused, choice, first_line, instance, real, require
 from sinkutils.model.config import SIMILARITY_NAMES, SOFTMAX, AttentionSpec
 from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, visible
 
@@ -94,10 +94,12 @@ def register(name: str, f: Map, log: Map | None = None) -> None:
     one_by_one = torch.cat([_tried("f", f, point[None]) for point in points])
     require(torch.allclose(values, one_by_one, 1e-9), f"f of {name!r} is not elementwise")
     require(bool((values >= 0).all()), f"f of {name!r} is negative")
+    check_slopes("f", f, points + 0.3)  # beside the kinks of such as relu
     if log is not None:
         fits = torch.allclose(_tried("log", log, points).exp(), values, rtol=1e-9, atol=1e-300)
         require(fits, f"log of {name!r} is not the logarithm of f")
         _tried("log", log, torch.tensor([-200.0, 200.0]))
+        check_slopes("log", log, points + 0.3)
         LOGARITHMS[name] = _with_hidden(log, -torch.inf)
     SIMILARITIES[name] = _with_hidden(f, 0.0)
     SIMILARITY_NAMES.append(name)
@@ -126,6 +128,13 @@ def _tried(what: str, function: Map, x: Tensor) -> Tensor:
     wrong = x[~(values.isfinite() & slopes.isfinite())].tolist()
     require(not wrong, f"{what} or its gradient is not finite in {x.dtype} at {wrong[:3]}")
     return values.detach()
+
+
+def check_slopes(what: str, function: Map, x: Tensor) -> None:
+    """Refuse a function whose gradient is not its slope, as by a wrong backward pass of its own."""
+    x = x.clone().requires_grad_()
+    fits = torch.autograd.gradcheck(function, x, atol=1e-6, rtol=1e-3, raise_exception=False)
+    require(fits, f"the gradient of {what} is not its slope")
 
 
 def similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
@@ -169,6 +178,7 @@ def attend(
     key; the weights are also zero where the similarities sum to zero.
     Raises ValueError for wrong shapes, and for a log-sum-exp of what is no softmax.
     """
+    instance("spec", spec, AttentionSpec)
     learned = Extras(**extras)
     k, v = one_key_per_query_head(q, k, v)
     start = check_start(q, k, start)

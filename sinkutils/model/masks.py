@@ -25,7 +25,10 @@ def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def one_key_per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with a head for each query head. Raises ValueError if the shapes do not fit."""
+    """k and v with a head for each query head. Raises ValueError if these are no such tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.instance(name, x, Tensor)
+        require(x.is_floating_point(), f"{name} must hold floating-point numbers, got {x.dtype}")
     shapes = [tuple(x.shape) for x in (q, k, v)]
     fit = q.ndim == k.ndim == v.ndim == 4 and q.shape[2] >= 1
     # k and v agree in batch, heads and length, and q and k in batch and D.

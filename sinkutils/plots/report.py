@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sinkutils.checks import instance, require
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.probes import is_stream, probe, read_ahead
+from sinkutils.measuring.probes import is_stream, one_by_one, probe, read_ahead
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.texts import Pieces, natural_digest
 from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode
@@ -72,10 +72,14 @@ def report_model(
     """
     if tokenizer is None:
         tokenizer = WithoutTokenizer(model)
+    require(
+        texts is None or not isinstance(tokenizer, WithoutTokenizer),
+        "texts need a tokenizer, and there is none: give one, or leave texts out",
+    )
     if texts is not None and not isinstance(texts, Pieces):
-        if is_stream(texts) and not isinstance(tokenizer, WithoutTokenizer):
+        if is_stream(texts):
             texts = (text for text, _ in read_ahead(tokenizer, n, length, texts))
-        texts = list(texts)
+        texts = list(one_by_one(texts))
     inputs = _inputs(tokenizer, texts, n, length)
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
     title, main = next(iter(reports.items()))

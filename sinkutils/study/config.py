@@ -186,6 +186,7 @@ def check_field(path: str, known: list[str]) -> None:
     """Raise ValueError unless there is such a field, with similar ones, first of the same end."""
     if path in known:
         return
+    path = str(path)
     end = path.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == end]
     near += difflib.get_close_matches(path, known, n=3, cutoff=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -12,8 +11,9 @@ from sinkutils.checks import real, require
 from sinkutils.measuring.uniform import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.grid import resolve
-from sinkutils.study.record import CorruptRecord, Folder, Record
+from sinkutils.study.record import Folder, Record
 from sinkutils.study.store import Runs
+from sinkutils.study.tables import Of
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 RUN = ("experiment", "seed")
@@ -36,14 +36,10 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     valid_loss, train_loss: in nats per token.
     """
     rows = []
-    for record in Runs(folder).entries(preset):
-        row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
-        if record.config:
-            try:
-                row |= _of_run(record)
-            except CorruptRecord as error:  # in a stale record only the config was checked so far
-                row |= {"status": "corrupt", "reason": str(error)}
-        rows.append(row)
+    for entry in Runs(folder).entries(preset, run_row):
+        row = {"preset": preset, "experiment": entry.experiment, "seed": entry.seed}
+        row |= {"status": entry.status, "reason": entry.reason}
+        rows.append(row | (entry.value or {}))
     return _frame(rows, "preset", *RUN, "status", "reason", *SINKS)
 
 
@@ -58,13 +54,7 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     hidden_ratio, key_ratio, value_ratio: the norm of x_1's hidden state, key or value, divided by
     the mean norm of the other tokens.
     """
-    rows = []
-    for record, report, window in _done(preset, folder):
-        found = by_block(report, window)
-        found.pop("before_norm_ratio", None)  # only post-norm has it, and only the ledger reads it
-        for block, values in enumerate(pd.DataFrame(found).to_dict("records"), start=1):
-            rows.append(_whose(record) | {"block": block} | values)
-    return _frame(rows, *RUN, "block", "excess_1")
+    return _frame(_rows(preset, folder, block_rows, "done"), *RUN, "block", "excess_1")
 
 
 def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
@@ -72,21 +62,7 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
     alpha_1 and alpha_star are means over texts. excess_1 is computed from alpha_1, as in `runs`.
     """
-    rows = []
-    for record, report, window in _done(preset, folder):
-        alpha = np.array(report["alpha"][0])  # (L, H), alpha_1
-        star = report.get("alpha_star")
-        even = uniform_alpha(report["T"], 1, window)
-        excesses = excess(alpha, even)
-        for block, head in np.ndindex(alpha.shape):
-            row = _whose(record)
-            row["block"] = block + 1  # counted from 1, as in the paper
-            row["head"] = head + 1
-            row["alpha_1"] = alpha[block, head]
-            if star:
-                row["alpha_star"] = star[block][head]
-            row["excess_1"] = excesses[block, head]
-            rows.append(row)
+    rows = _rows(preset, folder, head_rows, "done")
     return _frame(rows, *RUN, "block", "head", "alpha_1", "excess_1")
 
 
@@ -95,19 +71,7 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
     The columns are the step, the number of tokens seen so far, the losses, sink_k and excess_1.
     """
-    rows = []
-    for record in Runs(folder).entries(preset):
-        if record.status not in ("done", "failed"):
-            continue
-        config = record.config
-        tokens_per_step = config["train"]["batch_size"] * config["model"]["context_length"]
-        for point in record.metrics["curve"]:
-            row = _whose(record)
-            row["tokens"] = point["step"] * tokens_per_step
-            for name, value in point.items():
-                if isinstance(value, int | float):  # fine-tunings also have lists, one per step
-                    row[name] = value
-            rows.append(row)
+    rows = _rows(preset, folder, curve_rows, "done", "failed")
     return _frame(rows, *RUN, "tokens", "step", "valid_loss", "sink_1", "excess_1")
 
 
@@ -214,14 +178,16 @@ def live_heads(report: Json, window: int | None) -> np.ndarray:
     return alive
 
 
-def _of_run(record: Record) -> Json:
+# ---- the rows of one record, which `study.tables` copies
+
+
+def run_row(record: Record) -> Json:
     """The values of a row of `runs`, apart from the status."""
     config = record.config
     final = record.metrics["final"]
     row = {name: final.get(name) for name in FINAL}
     if "report" in final:
-        window = config["model"]["attention"]["window"]
-        found = by_block(final["report"], window)
+        found = by_block(final["report"], _window(record))
         first, *later = found["excess_1"]
         row["block_1"] = first
         row["later_blocks"] = np.mean(later) if later else None
@@ -240,21 +206,63 @@ def _of_run(record: Record) -> Json:
     return row
 
 
+def block_rows(record: Record) -> list[Json]:
+    report = record.metrics["final"].get("report")
+    if not report:
+        return []
+    columns = by_block(report, _window(record))
+    columns.pop("before_norm_ratio", None)  # only post-norm has it, and only the ledger reads it
+    rows = []
+    for block, values in enumerate(zip(*columns.values(), strict=True), start=1):
+        rows.append({"block": block, **dict(zip(columns, values, strict=True))})
+    return rows
+
+
+def head_rows(record: Record) -> list[Json]:
+    report = record.metrics["final"].get("report")
+    if not report:
+        return []
+    alpha = np.array(report["alpha"][0])  # (L, H), alpha_1
+    star = report.get("alpha_star")
+    excesses = excess(alpha, uniform_alpha(report["T"], 1, _window(record)))
+    rows = []
+    for block, head in np.ndindex(alpha.shape):
+        row = {"block": block + 1, "head": head + 1, "alpha_1": alpha[block, head]}
+        if star:
+            row["alpha_star"] = star[block][head]
+        row["excess_1"] = excesses[block, head]
+        rows.append(row)
+    return rows
+
+
+def curve_rows(record: Record) -> list[Json]:
+    config = record.config
+    tokens_per_step = config["train"]["batch_size"] * config["model"]["context_length"]
+    rows = []
+    for point in record.metrics["curve"]:
+        row = {"tokens": point["step"] * tokens_per_step}
+        for name, value in point.items():
+            if isinstance(value, int | float):  # fine-tunings also have lists, one per step
+                row[name] = value
+        rows.append(row)
+    return rows
+
+
+def _window(record: Record) -> int | None:
+    window: int | None = record.config["model"]["attention"]["window"]
+    return window
+
+
+def _rows(preset: str, folder: Folder, of: Of, *statuses: str) -> list[Json]:
+    """The rows of all records that have one of these statuses, each with its run."""
+    rows = []
+    for entry in Runs(folder).entries(preset, of):
+        if entry.status in statuses:
+            run = {"experiment": entry.experiment, "seed": entry.seed}
+            rows += [run | row for row in entry.value]
+    return rows
+
+
 def _frame(rows: list[Json], *columns: str) -> pd.DataFrame:
     """A data frame of these rows. Without rows, it has the columns that every row would have."""
     return pd.DataFrame(rows, columns=None if rows else list(columns))
-
-
-def _whose(record: Record) -> Json:
-    return {"experiment": record.experiment, "seed": record.seed}
-
-
-def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | None]]:
-    """The records of all runs that are done, each with its last report and its window."""
-    for record in Runs(folder).entries(preset):
-        if record.status != "done":
-            continue
-        report = record.metrics["final"].get("report")
-        window = record.config["model"]["attention"]["window"]
-        if report:
-            yield record, report, window

@@ -30,9 +30,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sinkutils.checks import Refused, choice, real, require, short
+from sinkutils.checks import Refused, choice, instance, real, require, short
 from sinkutils.model.config import LMConfig
-from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
+from sinkutils.paths import LEDGER, PAPER, read_csv, read_own_yaml, read_yaml
 from sinkutils.study.config import (
     DataConfig,
     FinetuneConfig,
@@ -179,6 +179,7 @@ def experiments(section: str | None = None) -> list[Experiment]:
 
 def experiment(name: str) -> Experiment:
     """The experiment of that name. Raises ValueError, which suggests similar names."""
+    instance("experiment", name, str)
     rows = by_name()
     if name in rows:
         return rows[name]
@@ -219,7 +220,7 @@ def config(
         if name is None:
             raise Refused("a variant needs a name of its own: give name, such as 'mine'")
         require(
-            name != "base" and name not in by_name(),
+            str(name).lower() not in ("base", *by_name()),  # some disks do not tell A from a
             f"{name!r} is an experiment of the study: give your variant another name",
         )
         run = _override(dataclasses.replace(run, experiment=name), change or {}, scale)
@@ -239,7 +240,9 @@ def own_preset(source: str | Path | Json) -> Preset:
 
     Raises ValueError for a field that does not exist, and OSError if there is no such file.
     """
-    values = source if isinstance(source, dict) else read_yaml(Path(source))
+    values: Any = source
+    if isinstance(source, str | Path):
+        values = read_own_yaml(source)
     require(
         isinstance(values, dict) and isinstance(values.get("name"), str),
         f"a preset is a name and fields, such as name: tiny, got {short(values)}",
@@ -354,7 +357,9 @@ def plan(
     seeds = None if seeds is None else [*seeds]
     if change or name is not None:
         names = ["base"] if only is None else [*only]
-        require(len(names) == 1, f"a variant changes one experiment, got {', '.join(names)}")
+        require(
+            len(names) == 1, f"a variant changes one experiment, got {', '.join(names) or 'none'}"
+        )
         numbers = range(FIRST_SEEDS) if seeds is None else seeds
         return [config(names[0], preset, seed, change=change, name=name) for seed in numbers]
     if only is None:
@@ -443,8 +448,8 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     known = [*paths_of(run)]
     tree: Json = {}  # the new values, nested as the configs are
     for path, value in change.items():
-        *parts, name = path.split(".")
         check_field(path, known)
+        *parts, name = path.split(".")
         inner = tree
         old: Any = run
         for part in parts:
@@ -470,7 +475,10 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     require("times" in value and value.keys() <= {"times", "of"}, f"no such multiple: {value}")
     of = value.get("of")
     context = base.context_length
-    share = float(Fraction(value["times"]))
+    try:
+        share = float(Fraction(value["times"]))
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise Refused(f"no such multiple: {value}") from error
     reference: Any  # an int or a float, like the field itself
     if of == "context":
         reference = context
@@ -488,6 +496,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         reference = old
     else:
         raise Refused(f"a change cannot be a multiple of {of!r}")
+    require(isinstance(reference, int | float), f"there is no number to take {value} of")
     # A count is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from sinkutils.checks import Refused, require
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 BLOCKS = ("peak_1", "value_ratio_1")  # a number for each block
 STEPS = ("losses", "gradient_norms")  # a number for each step since the point before
 NUMBERS = ("step", "valid_loss", "train_loss", "sink_", "excess_")  # how their names begin
-LARGEST = 1e308
 NORMS = ("hidden_norms", "key_norms", "value_norms", "before_norm_norms", "hidden_peaks")
 
 
@@ -96,11 +96,15 @@ def _check_points(points: list[Any], blocks: int) -> None:
     for name, column in columns.items():
         types = {*map(type, column)}
         require(types <= {int, float}, f"{name} holds what is no number")
-        low, high = min(column, default=0), max(column, default=0)
-        require(-LARGEST < low and high < LARGEST, f"{name} holds what is not finite")
+        try:
+            finite = all(map(math.isfinite, column))
+        except OverflowError:  # an integer that is larger than any float
+            finite = False
+        require(finite, f"{name} holds what is not finite")
         if name == "step":
-            require(types <= {int} and low >= 0, "step is no count")
+            require(types <= {int} and min(column, default=0) >= 0, "step is no count")
         if name.startswith("sink_"):
+            low, high = min(column, default=0), max(column, default=0)
             require(low >= 0 and high <= 100, f"{name} of {low:g} to {high:g} is no share")
 
 

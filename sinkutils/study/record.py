@@ -90,13 +90,13 @@ class Record:
 
     config: the run's config, with the fields that configs have today (`study.config.upgrade`).
     digests: the SHA-256 of each file, by its name.
-    problem: None for a result of the study; otherwise a status, "stale" or "corrupt", and a reason.
+    stale: why the run of its name has another config today, or "".
     """
 
     folder: Path
     config: Json
     digests: dict[str, str] = field(repr=False)
-    problem: tuple[str, str] | None = None
+    stale: str = ""
 
     @property
     def experiment(self) -> str:
@@ -108,16 +108,13 @@ class Record:
 
     @property
     def status(self) -> str:
-        """The status: "done", or "failed" if the training failed.
-
-        A record from `su.record` may also be "stale", and one from `Runs.entries` also "corrupt".
-        """
-        return self.problem[0] if self.problem else self.metrics["status"]
+        """The status: "done", or "failed" if the training failed, or "stale"."""
+        return "stale" if self.stale else self.metrics["status"]
 
     @property
     def reason(self) -> str | None:
         """Why the status is not "done", or None."""
-        return self.problem[1] if self.problem else self.metrics["reason"]
+        return self.stale or self.metrics["reason"]
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -308,9 +305,7 @@ def _beside(target: Path) -> tuple[Path, Path]:
 
     Both exist only while a record is replaced.
     """
-    new = target.with_name(f".{target.name}.tmp")
-    old = target.with_name(f".{target.name}.old")
-    return new, old
+    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
 
 
 def finish_replacement(target: Path) -> None:

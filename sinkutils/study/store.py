@@ -13,7 +13,6 @@ import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from sinkutils import paths
 from sinkutils.checks import integer, require
-from sinkutils.paths import replace_file
+from sinkutils.paths import replace_file, standing
 from sinkutils.study import grid
 from sinkutils.study.config import (
     RECIPE,
@@ -46,16 +45,15 @@ from sinkutils.study.record import (
     read_record,
     record_folder,
     remove,
-    seed_of,
     short_name,
 )
+from sinkutils.study.tables import Entry, Of, entries_of
 
 if TYPE_CHECKING:
     from sinkutils.study.corpus import Corpus
 
 # How long to try for a lock. One try is not enough: the last owner may just be removing the file.
 LOCK_SECONDS = 0.2
-SEED = re.compile(r"(0|[1-9][0-9]*)|\.(0|[1-9][0-9]*)\.old")  # the folder of a record
 # All files that the folder of an unfinished run may have; those of paths.replace_file are deleted.
 UNFINISHED = ("checkpoint.pt", "lock", "owner")
 
@@ -235,17 +233,15 @@ class Runs:
         runs = plan(preset, seeds, only, **variant)
         return [run for run in runs if self.of(run, corpus).record() is None]
 
-    def entries(self, preset: str, contents: bool = True) -> Iterator[Record]:
-        """Every record of a preset, sorted by experiment and seed.
+    def entries(self, preset: str, of: Of | None = None) -> list[Entry]:
+        """Every record of a preset, sorted by experiment and seed, with a value of each.
 
         preset: the name of a preset, or that of the folder for another text, such as
         "laptop@path-mine-0123abcd".
+        of: gives the value of a record that is intact (`tables.entries_of`).
 
         The status of a record is done, failed (the training failed), stale or corrupt. A corrupt
-        record is empty, and causes a warning. Callers share the records and must not change them.
-
-        contents: whether the numbers of each record are looked at, or only its config and whether
-        its files are as they were written.
+        record has no config and no value, and causes a warning.
         """
         check_name("preset", preset)
         if not (self.folder / preset).is_dir():
@@ -254,22 +250,14 @@ class Runs:
             warnings.warn(
                 f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
             )
-        for folder in sorted((self.folder / preset).glob("*/*"), key=_by_seed):
-            if not SEED.fullmatch(folder.name):
-                continue
-            # A process that died while it replaced a record may have left the old one only.
-            if folder.name.endswith(".old") and folder.with_name(str(seed_of(folder))).exists():
-                continue
-            record = _shared(folder, _stamp(folder), contents)
-            if record.problem and record.problem[0] == "corrupt":
-                warnings.warn(record.problem[1], stacklevel=2)
-            yield record
-
-
-def _by_seed(folder: Path) -> tuple[str, int, str]:
-    # Seeds are sorted as numbers, since 10 comes after 9.
-    seed = seed_of(folder) if SEED.fullmatch(folder.name) else 0
-    return folder.parent.name, seed, folder.name
+        entries = []
+        for entry in entries_of(self.folder / preset, of):
+            if entry.status == "corrupt":
+                warnings.warn(str(entry.reason), stacklevel=2)
+            elif reason := _stale(entry.config, preset, entry.experiment, entry.seed):
+                entry = entry._replace(status="stale", reason=reason)
+            entries.append(entry)
+        return entries
 
 
 def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = None) -> Record:
@@ -286,59 +274,18 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
     check_name("experiment", name)
     seed = integer("seed", seed, least=0)
     target = record_folder(preset, name, seed, folder)
-    old = target.with_name(f".{target.name}.old")
-    if not os.path.lexists(target) and old.is_dir():  # as in `Runs.entries`
-        target = old
+    target = standing(target)
     if not os.path.lexists(target):
         advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    entry = _with_status(target)
-    if entry.status == "corrupt":
-        raise CorruptRecord(entry.reason)
-    return entry
-
-
-def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
-    """The name, time and size of each file of a record, to notice when one changes.
-
-    It is empty if the folder cannot be read.
-    """
-    files = set()
-    try:
-        for file in os.scandir(folder):
-            stat = file.stat()
-            files.add((file.name, stat.st_mtime_ns, stat.st_size))
-    except OSError:  # reading the record will raise it again
-        return frozenset()
-    return frozenset(files)
-
-
-@lru_cache(maxsize=4096)  # a notebook reads the records of a preset many times
-def _shared(folder: Path, stamp: frozenset[tuple[str, int, int]], contents: bool) -> Record:
-    """A record with its status, from the cache. Callers must not change it."""
-    return _with_status(folder, contents)
-
-
-def _with_status(folder: Path, contents: bool = True) -> Record:
-    """A record with its status, as in `Runs.entries`. Of a stale one only the config is checked."""
-    preset, experiment, _ = folder.parts[-3:]
-    try:
-        record = open_record(folder, checked=False)
-        reason = _stale(record.config, preset, experiment, seed_of(folder))
-        known = preset in presets() and experiment in by_name()
-        if reason or not known:  # otherwise the config is one of the study's
-            record.check_config()
-        if reason:
-            return replace(record, problem=("stale", reason))
-        if contents:
-            record.check_contents()
-        else:
-            record.check()
-        return record
-    except CorruptRecord as error:
-        return Record(folder, {}, {}, ("corrupt", str(error)))
+    record = open_record(target)
+    reason = _stale(record.config, preset, name, seed)
+    if reason:  # nothing but its config is checked now
+        return replace(record, stale=reason)
+    record.check_contents()
+    return record
 
 
 def _stale(config: Json, preset: str, experiment: str, seed: int) -> str:

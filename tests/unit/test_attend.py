@@ -173,6 +173,9 @@ def test_a_sink_in_float32_is_not_rounded_beside_queries_in_bfloat16():
 def test_what_does_not_fit_is_refused():
     q, k, v = (x.detach() for x in draw())
     refuses(r"H a multiple of G", attend, q[:, :3], k, v)
+    refuses("k must hold floating-point numbers, got torch.int64", attend, q, k.long(), v)
+    refuses("v must be of type Tensor, got ndarray", attend, q, k, v.numpy())
+    refuses("spec must be of type AttentionSpec, got str", attend, q, k, v, "softmax")
     refuses(r"must have the shapes \(B, H, T, D\)", attend, q, k[..., :5], v)
     refuses(r"must have the shapes \(B, H, T, D\)", attend, q, k, v[:, :, 1:])
     refuses("9 queries and 4 keys: say by `start`", attend, q, k[:, :, :4], v[:, :, :4])

@@ -198,6 +198,33 @@ def test_what_the_forward_takes_is_handed_to_it_and_what_changes_nothing_is_left
     assert page.data["alpha"][0] == pytest.approx(report.alpha[0, 0].flatten().tolist(), abs=2e-3)
 
 
+def test_an_entry_of_no_one_row_counts_only_where_it_changes_the_pass():
+    model, ids = build("llama"), tokens()
+    stray = {"head_mask": torch.ones(2, 4), "overflowing_tokens": [[1]], "places": torch.arange(T)}
+    report = measure(model, {"input_ids": ids} | stray, TARGETS)
+    assert torch.equal(report.alpha, measure(model, ids, TARGETS).alpha)
+    inner = model.model
+
+    def forward(input_ids, **others):
+        return inner(
+            input_ids=input_ids, position_ids=others.get("places", torch.arange(T) + 3)[None]
+        )
+
+    model.forward = forward
+    stray["places"] = torch.arange(T).flip(0)
+    refuses("places is of no one row", measure, model, {"input_ids": ids} | stray)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_that_are_none_are_refused(family):
+    model, ids = build(family), tokens()
+    for positions, message in (
+        (torch.arange(T)[None] - 5, "position_ids must be at least 0, got -5"),
+        (torch.tensor(3), r"position_ids must have the shape of ids, .* got \(3, 1\)"),
+    ):
+        refuses(message, measure, model, {"input_ids": ids, "position_ids": positions})
+
+
 def test_an_entry_that_only_a_forward_of_ones_own_reads_counts():
     model, ids = build("llama"), tokens()
     inner = model.model
@@ -417,6 +444,21 @@ def test_an_encoders_states_are_of_a_row_even_where_their_shape_is_that_of_the_i
         maps = model(**given, output_attentions=True).decoder_attentions
     expected = alpha_by_definition(maps, (1,))
     assert_close(measure(model, given, batch_size=1).alpha, expected, **close)
+
+
+def test_a_batch_on_which_the_encoder_does_not_run_or_that_holds_a_cache_is_refused():
+    model, read = whole("bart")
+    given = read | {"labels": tokens(3, 12)}
+    runs_not = "BartForConditionalGeneration does not run on this batch: "
+    for message, batch in (
+        (runs_not + "ValueError: You must specify", {"labels": given["labels"]}),
+        (runs_not + "IndexError", given | {"input_ids": given["input_ids"] + 900}),
+        (runs_not + "TypeError", given | {"encoder_outputs": 3}),
+        ("past_key_values holds what the model keeps", given | {"past_key_values": object()}),
+    ):
+        refuses(message, measure, model, batch)
+    model.get_decoder = lambda: model.model.decoder.layers[0]  # as FSMT's, which is a plain module
+    refuses("has a decoder that is no model of transformers by itself", measure, model, given)
 
 
 def test_a_mask_that_may_be_the_encoders_and_lists_are_refused():

@@ -232,7 +232,18 @@ def test_chunks_of_queries_change_nothing(monkeypatch):
         assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
 
 
+def without_rotary_angles():
+    """As after `load_state_dict(assign=True)` of a model that was made on the meta device."""
+    model = build("llama")
+    model.model.rotary_emb.to("meta")
+    return model
+
+
 NONE = {
+    "a buffer on the meta device .*inv_freq": without_rotary_angles,
+    "reorder_and_upcast_attn, set_attn_implementation": lambda: build(
+        "gpt2", reorder_and_upcast_attn=True
+    ),
     "no causal LM": lambda: tf.BertForMaskedLM(
         tf.BertConfig(vocab_size=VOCAB, num_hidden_layers=1)
     ),

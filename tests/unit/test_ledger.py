@@ -245,6 +245,15 @@ def test_too_few_seeds_are_not_run_and_failed_training_is_open():
         assert judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": values})).state == state
 
 
+def test_many_onsets_are_compared_by_the_normal_distribution_of_their_ranks():
+    draw = np.random.default_rng(0)
+    first, second = draw.normal(0.55, 0.1, 60).round(2), draw.normal(0.5, 0.1, 45).round(2)
+    ours = made({"lr_half": first, "lr_quarter": second}, "onset", excess=0.2)
+    later = judge(Check("more", ("lr_half", "lr_quarter"), "onset"), ours)
+    known = stats.mannwhitneyu(first, second, method="asymptotic", use_continuity=False)
+    assert (later.state, later.p) == ("holds", pytest.approx(known.pvalue))
+
+
 def test_an_onset_that_never_comes_is_later_than_all_that_do():
     early, late = [0.5, 0.6, 0.55, 0.58], [0.9, None, 0.8, None]
     ours = made({"lr_half": early, "lr_quarter": early}, "onset", excess=0.2)

@@ -89,6 +89,11 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         says = f"no recorded run '{name}': give preset/experiment/seed of one"
         with pytest.raises(ModelUnavailable, match=says):
             load_lm(name, runs=runs)
+    if hasattr(os, "mkfifo"):
+        (folder / "config.json").unlink()
+        os.mkfifo(folder / "config.json")  # of which a reader waits for a writer
+        with pytest.raises(ModelUnavailable, match="is missing or damaged"):
+            load_lm(folder)
 
 
 BROKEN = {
@@ -100,6 +105,9 @@ BROKEN = {
     "empty": "has a .bin file that is cut, or holds more than tensors",
     "git-lfs": r"has git-lfs pointers in place of files \(model.safetensors\): run `git lfs pull`",
     "no config": "has no config.json",
+    "no object": "has a config.json that is no JSON object",
+    "activation": "transformers looked up 'gelus' and found nothing",
+    "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: I8\)",
     "tokenizer": "could not be loaded",
     "newer": "was saved by a later transformers",
 }
@@ -140,6 +148,15 @@ def broken(way: str, folder: Path) -> None:
     if way == "shapes":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    if way == "no object":
+        (folder / "config.json").write_text("null")
+    if way == "activation":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelus"}))
+    if way == "integers":
+        tensors = load_file(weights)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        save_file(tensors | {name: tensors[name].to(torch.int8)}, weights, {"format": "pt"})
     if way == "newer":
         config = json.loads((folder / "config.json").read_text())
         config["transformers_version"] = "99.0.0"

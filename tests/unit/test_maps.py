@@ -122,7 +122,9 @@ def test_what_is_no_attention_is_refused_with_its_layer():
     refuses("layers have different numbers of heads", su.report, [maps[0], maps[0][:, :2]])
     refuses("there is no layer", su.report, [])
     refuses("maps must be arrays, one a layer; got 3", su.report, 3)
-    refuses("maps of layer 1 must be an array of numbers, got str", su.report, ["map"])
+    refuses(
+        "maps of layer 1 must be an array of numbers that PyTorch has, got str", su.report, ["map"]
+    )
     refuses("give either maps, or q and k", su.report)
     refuses("give either maps, or q and k", su.report, maps, q=maps)
     refuses("queries need keys", su.report, q=maps)
@@ -140,6 +142,14 @@ def test_what_is_no_attention_is_refused_with_its_layer():
     refuses("targets are positions", su.report, maps, targets=(13,))
     refuses("heads names .* pairs that the model does not have", su.report, maps, heads=[(5, 0)])
     refuses("window has 1 layers", su.report, maps, window=[3])
+    of_layers = su.report(maps, window=np.array([3, 12]))
+    assert of_layers.windows == (3, 12)
+    refuses("bos must be True, False or None", su.report, maps, bos="yes")
+    for odd in (maps[0].to_sparse(), maps[0].to("meta"), torch.nested.nested_tensor([*maps[0]])):
+        refuses("maps of layer 2 must be a dense tensor", su.report, [maps[0], odd])
+    padded = maps[0].clone()
+    padded[:, :, :2] = 0
+    refuses("without its padding", su.report, [padded])
 
 
 # ---- peaks, entropy and the forecast
@@ -243,3 +253,9 @@ def test_numpy_arrays_that_may_only_be_read_are_copied():
     for x in maps:
         x.setflags(write=False)
     assert isinstance(maps[0], np.ndarray) and su.report(maps).samples == 3
+    swapped = [x.astype(">f4") for x in maps]  # as files of another machine hold them
+    assert torch.equal(su.report(swapped).alpha, su.report(maps).alpha)
+    later = np.triu(np.ones((12, 12), bool), 1) | np.zeros_like(maps[0], dtype=bool)
+    hidden = [np.ma.masked_array(x, later) for x in maps]
+    refuses("maps of layer 1 hides numbers by a mask", su.report, hidden)
+    refuses("that PyTorch has, got ndarray: object", su.report, [maps[0].astype(object)])

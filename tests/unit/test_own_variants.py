@@ -48,6 +48,9 @@ REFUSED = {
     r"beta1 must be less than 1": {"train.beta1": 1.0},
     r"random_positions must be an integer, got 'x'": {"data.random_positions": [1, "x"]},
     r"change must be a dict": ["train.steps"],
+    r"no field '3'": {3: 1},
+    r"no such multiple: .'times': '1/0'": {"train.steps": {"times": "1/0"}},
+    r"no number to take .'times': 2. of": {"model.attention.window": {"times": 2}},
 }
 
 
@@ -58,7 +61,7 @@ def test_a_change_that_cannot_be_is_refused_in_words(message):
 
 def test_a_variant_takes_no_name_of_the_studys():
     refuses("needs a name of its own", su.config, "base", change={"train.steps": 5})
-    for name in ("k_bias", "base"):
+    for name in ("k_bias", "K_Bias", "base"):
         refuses("is an experiment of the study", su.config, "base", name=name)
     refuses("must be a name", su.config, "base", name="../mine")
 
@@ -74,6 +77,9 @@ PRESETS = {
     "seconds must be a number": {"name": "t", "seconds": "long"},
     "device must be one of": {"name": "t", "device": 3},
     "preset must be one of": {"name": "t", "like": "lap"},
+    "experiment must be of type str": {"name": "t", "base": 3},
+    "no field '3'": {"name": "t", 3: 4},
+    "fields, such as name: tiny, got None": None,
 }
 
 
@@ -90,6 +96,14 @@ def test_a_preset_of_a_file_is_that_of_a_dict(tmp_path):
     assert (run.preset, run.train.steps, run.experiment) == ("tiny", 4, "k_bias")
     assert run.train.batch_size == su.config("base", "smoke").train.batch_size
     refuses("is a fine-tuning", su.config, "sft_softmax", TINY)
+    file.write_text("{name: t, like: smoke, train: {learning_rate: 1e-3}}")
+    assert su.config("base", file).train.learning_rate == 1e-3
+    for wrong, says in (
+        ("name: [tiny", "tiny.yaml is no YAML: ParserError"),
+        ("name: t\ntrain: {steps: 3, steps: 4}", "is no YAML: YAMLError: 'steps' stands twice"),
+    ):
+        file.write_text(wrong)
+        refuses(says, su.config, "base", file)
 
 
 @pytest.fixture
@@ -165,9 +179,21 @@ def test_claims_of_a_file_are_judged_on_its_runs(three, tmp_path):
     for entry in (
         {"id": "x", "claim": "y"},
         {"id": "x", "claim": "y", "checks": [{"lost": "mine"}]},
+        {"id": "x", "claim": "y", "checks": [{"present": 3}]},
+        {"id": "x", "claim": "y", "checks": [{"present": []}]},
+        {"id": "x", "claim": "y", "checks": {"loss": "mine"}},
+        {"id": "x", "claim": "y", "checks": [{"together": "mine", "of": "sink_1"}]},
+        {"id": "x", "claim": "y", "checks": [{"same": "base"}]},
+        {"id": "x", "claim": "y", "checks": [{"real": "sink_natural", "above": float("nan")}]},
+        {"id": "x", "claim": ["y"], "checks": [{"loss": "mine"}]},
+        {"id": "x", "claim": "y", "checks": [{"loss": "mine"}], "gate": "nothing"},
     ):
         file.write_text(yaml.safe_dump([entry]))
         refuses("claim x: ", su.claims, "smoke", three, file=file)
+    file.write_text(yaml.safe_dump([check, check]))
+    refuses("two claims have the id 'x'", su.claims, "smoke", three, file=file)
+    file.write_text("- {id: x, id: y, claim: z, checks: [{loss: mine}]}")
+    refuses("'id' stands twice", su.claims, "smoke", three, file=file)
 
 
 def test_a_text_of_ones_own_is_judged_too(three):
@@ -202,6 +228,12 @@ def test_a_registered_similarity_is_computed_as_its_formula_says(softplus):
 
 
 SIMILARITIES = {
+    "the gradient of f is not its slope": {
+        "name": "x", "f": lambda s: 7 * s.exp() - 6 * s.exp().detach()
+    },
+    "the gradient of log is not its slope": {
+        "name": "x", "f": torch.exp, "log": lambda s: 7 * s - 6 * s.detach()
+    },
     "there is a similarity 'exp' already": {"name": "exp", "f": torch.exp},
     "name must be one word": {"name": "two words", "f": torch.exp},
     "f of 'x' is negative": {"name": "x", "f": lambda s: s},
@@ -209,6 +241,7 @@ SIMILARITIES = {
     "ZeroDivisionError": {"name": "x", "f": lambda s: s / (1 // 0)},
     "of the shape and dtype": {"name": "x", "f": lambda s: s.exp().float()},
     "f or its gradient is not finite": {"name": "x", "f": lambda s: s.abs().sqrt()},
+    "log cannot be computed with a gradient": {"name": "x", "f": torch.exp, "log": 3},
     "log of 'x' is not the logarithm": {"name": "x", "f": torch.sigmoid, "log": lambda s: s},
     r"log or its gradient is not finite in torch.float32 at \[-200": {
         "name": "x", "f": F.softplus, "log": lambda s: F.softplus(s).log()
@@ -298,6 +331,7 @@ def test_a_sweep_of_a_variant_changes_one_experiment_and_has_three_seeds(tmp_pat
     assert {run.model.attention.scale for run in runs} == {0.5}
     (biased,) = grid.plan("smoke", [4], ["k_bias"], change=change, name="mine")
     assert biased == su.config("k_bias", "smoke", 4, change=change, name="mine")
+    refuses("changes one experiment, got none", grid.plan, "smoke", only=[], name="mine")
     refuses("changes one experiment, got a, b", grid.plan, "smoke", only=["a", "b"], name="mine")
     refuses("needs a name of its own", grid.plan, "smoke", change=change)
 

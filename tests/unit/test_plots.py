@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import own_model, refused, refuses, word_tokenizer
@@ -289,6 +290,15 @@ def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
     html = su.report_model(own_model(), None, "ours", n=3, length=16)
     assert [*numbers_of(html)["reports"]] == ["random", "repeat"] and html.count("<svg") == 7
     assert "none: there is no tokenizer" in html
+    endless = ("words" for _ in itertools.count())
+    refuses("there is none", su.report_model, own_model(), None, "ours", endless, n=3)
+
+
+@pytest.mark.parametrize(
+    "texts", ["w1 w2 " * 99, {"w1 w2 " * 99: 1}, {"w1 w2 " * 99}, pd.DataFrame({"w1": [1]})]
+)
+def test_a_page_refuses_what_is_not_several_texts(texts):
+    refuses("several strings", su.report_model, own_model(), word_tokenizer(57), "ours", texts, n=1)
 
 
 def test_one_long_text_is_windows_of_a_page():

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import socket
@@ -14,9 +15,10 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from helpers import DONE, END, interrupted, made_up, refused, refuses
+from helpers import DONE, END, interrupted, made_up, refused, refuses, word_tokenizer
 from safetensors.torch import save
 
 import sinkutils as su
@@ -26,10 +28,12 @@ from sinkutils.measuring.load import ModelUnavailable
 from sinkutils.names import load_lm
 from sinkutils.paths import replace_file
 from sinkutils.study import record as records_module
+from sinkutils.study import store, tables
 from sinkutils.study.config import config_dict, config_hash, upgrade
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
+    open_record,
     read_record,
     record_folder,
     write_record,
@@ -457,6 +461,8 @@ METRICS = {
     "a step that is half": WHOLE | {"curve": [END | {"step": 0.5}, END]},
     "a negative step": WHOLE | {"curve": [END | {"step": -1}, END]},
     "norms of x_1 as text": WHOLE | {"curve": [END | {"peak_1": ["a", "b"]}, END]},
+    "not a number between numbers": WHOLE
+    | {"curve": [END, END | {"train_loss": math.nan}, END | {"train_loss": 3.0}]},
     "losses as a number": WHOLE | {"curve": [END | {"losses": 3.0}, END]},
     "a report that is a list": ending(report=[1]),
     "a report without T": ending(report={n: x for n, x in REPORT.items() if n != "T"}),
@@ -583,6 +589,103 @@ def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny
     assert Runs(tmp_path).of(tiny).record().weights is None
 
 
+def test_a_record_whose_replacement_was_cut_off_is_found_in_its_old_folder(tmp_path, tiny):
+    """As a power cut leaves it, between the two renames: only the old folder is there."""
+    folder = record_folder("test", "tiny", 0, tmp_path)
+    model = su.TransformerLM(tiny.model)
+    kept = {"weights": model.state_dict(), "tokenizer": word_tokenizer(17)}
+    write_record(folder, tiny, DONE | {"final": END}, {}, **kept)
+    folder.rename(folder.with_name(".0.old"))
+    assert su.record("tiny", "test", folder=tmp_path).status == "done"
+    for name in ("test/tiny/0", folder):
+        loaded, _ = load_lm(name, "cpu", runs=tmp_path)
+        assert loaded.config == tiny.model
+
+
+@pytest.fixture
+def copied(study, monkeypatch, tmp_path):
+    """Records that are copied at once, into a cache of the test's own. Counts those that are read."""
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "FEW", 0)
+    monkeypatch.setattr(tables, "SETTLED", -1.0)
+    read = []
+
+    def counted(folder):
+        read.append(f"{folder.parent.name}/{folder.name}")
+        return open_record(folder)
+
+    monkeypatch.setattr(tables, "open_record", counted)
+    runs = tmp_path / "runs"
+    shutil.copytree(study, runs)
+    return runs, read
+
+
+FRAMES = (su.runs, su.blocks, su.heads, su.curves)
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_table_from_copies_is_the_table_from_the_records_to_the_last_digit(frame, copied, study):
+    runs, read = copied
+    first = frame("laptop", runs)
+    assert len(read) == 6
+    second = frame("laptop", runs)
+    assert len(read) == 6
+    pd.testing.assert_frame_equal(first, second, check_exact=True)
+
+
+def test_a_changed_record_is_read_again_and_only_that(copied):
+    runs, read = copied
+    su.runs("laptop", runs)
+    read.clear()
+    path = runs / "laptop" / "k_bias" / "1" / "metrics.json"
+    path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))  # the same size
+    os.utime(path, ns=(0, 0))
+    with pytest.warns(UserWarning, match="k_bias/1: metrics.json is missing, truncated or changed"):
+        table = su.runs("laptop", runs)
+    assert read == ["k_bias/1"] and sorted(table.status)[:2] == ["corrupt", "done"]
+    shutil.rmtree(runs / "laptop" / "k_bias")
+    assert set(su.runs("laptop", runs).experiment) == {"fixed_1", "window_1_64"}
+    assert read == ["k_bias/1"]
+
+
+def test_a_copy_says_stale_by_the_study_of_today(copied, monkeypatch):
+    runs, read = copied
+    assert set(su.runs("laptop", runs).status) == {"done"}
+    read.clear()
+    today = store.grid.contents
+    monkeypatch.setattr(store.grid, "contents", lambda *run: today(*run) | {"recipe": 3})
+    assert set(su.runs("laptop", runs).status) == {"stale"} and not read
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "a digit", "no JSON", "empty", "of other code", "a folder"]
+)
+def test_a_damaged_copy_is_not_used(damage, copied, tmp_path, monkeypatch):
+    runs, read = copied
+    first = su.runs("laptop", runs)
+    read.clear()
+    (file,) = (tmp_path / "cache" / "tables").iterdir()
+    data = file.read_bytes()
+    if damage == "of other code":
+        monkeypatch.setattr(tables, "_code", lambda: "other")
+    elif damage == "a folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        change = {"cut": data[:-9], "a digit": data.replace(b"3", b"4"), "empty": b""}
+        file.write_bytes(change.get(damage, b"no JSON"))
+    pd.testing.assert_frame_equal(first, su.runs("laptop", runs), check_exact=True)
+    assert len(read) == 6
+
+
+def test_a_record_that_may_still_change_within_a_tick_is_not_copied(copied, monkeypatch):
+    runs, read = copied
+    monkeypatch.setattr(tables, "SETTLED", 3600.0)
+    su.runs("laptop", runs)
+    su.runs("laptop", runs)
+    assert len(read) == 12
+
+
 def test_every_committed_record_is_whole_and_of_its_experiment():
     for preset, count in (("laptop", 574), ("minute", 135), ("desk", 4), ("gpu", 4)):
         statuses = [entry.status for entry in Runs(paths.RUNS).entries(preset)]
@@ -617,14 +720,14 @@ def test_a_retired_field_changes_neither_what_a_record_is_of_nor_its_configs_has
     assert config("sft_softmax", "laptop", 1).start_sha256.startswith("1f6ad9568091e3ed")
 
 
-FEW = ("fixed_1", "k_bias", "window_1_64")
+NAMES = ("fixed_1", "k_bias", "window_1_64")
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """A few of the study's records in a folder of their own."""
     root = tmp_path_factory.mktemp("runs")
-    for name in FEW:
+    for name in NAMES:
         (root / "laptop" / name).mkdir(parents=True)
         for seed in (0, 1):
             source = paths.RUNS / "laptop" / name / str(seed)
@@ -639,7 +742,7 @@ def report_of(name: str, seed: int) -> dict:
 
 def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(study):
     table = su.runs("laptop", study).set_index(["experiment", "seed"])
-    assert len(table) == 2 * len(FEW) and (table.status == "done").all()
+    assert len(table) == 2 * len(NAMES) and (table.status == "done").all()
     row, final = table.loc[("k_bias", 1)], report_of("k_bias", 1)
     for name in ("sink_1", "sink_star", "valid_loss"):
         assert row[name] == final[name]

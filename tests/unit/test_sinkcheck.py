@@ -358,8 +358,8 @@ def test_a_monitor_that_leaves_the_sink_out_of_its_distribution():  # llm-intern
         lambda out: out.double(): "is of torch.float64 where torch.float32 is due",
         lambda out: out / 0: "has nan or infinite numbers",
         lambda out: (out, out): "the output is a tuple where one tensor is due",
-        lambda out: None: "must be an array of numbers, got NoneType",
-        lambda out: "out": "must be an array of numbers, got str",
+        lambda out: None: "must be an array of numbers that PyTorch has, got NoneType",
+        lambda out: "out": "must be an array of numbers that PyTorch has, got str",
         lambda out: out.to("meta"): "the output is a meta tensor of the layout torch.strided",
         lambda out: out.to_sparse(): "the output is a cpu tensor of the layout torch.sparse_coo",
     }.items(),
@@ -464,7 +464,12 @@ def test_bad_arguments_are_refused():
         by_hand,
         cases=["nope"],
     )
-    refuses("cases must be several names", su.sinkcheck.run, by_hand, cases="causal")
+    for wrong in ("causal", 3):
+        refuses("cases must be several names", su.sinkcheck.run, by_hand, cases=wrong)
+    refuses("device junk is not there: RuntimeError", su.sinkcheck.run, by_hand, device="junk")
+    one = su.sinkcheck.run(by_hand, cases=(name for name in ["causal"]))
+    assert {outcome.case for outcome in one.outcomes} == {"causal"}
+    assert su.sinkcheck.run(by_hand, cases=[]).outcomes == []
     refuses("dtype must be one of", su.sinkcheck.run, by_hand, dtype=torch.int64)
     refuses("tolerance must be positive", su.sinkcheck.run, by_hand, tolerance=0.0)
 

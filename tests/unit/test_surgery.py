@@ -340,6 +340,7 @@ def test_a_layer_without_attention_has_no_queries_to_change(ids):
 def test_a_model_that_has_no_such_place_says_what_is_missing(ids):
     refuses(r"intermediate_size \(None\)", edit, build("gpt2"), ids, "neurons", torch.zeros_like)
     refuses("outside transformers' interface, in which surgery", untouched, build("bloom"), ids)
+    refuses("change must be a function, got 3", edit, build("llama"), ids, "block", 3)
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids.int(), None], ids=["int32", "return_dict"])
