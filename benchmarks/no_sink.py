@@ -3,7 +3,7 @@
     python benchmarks/no_sink.py FOLDER
 
 They are runs of `laptop`, seed 0, whose weights Git does not keep. FOLDER: where they are trained,
-ten minutes each on one core, unless it has them. Notebook 07b shows what comes out.
+ten minutes each on one core, unless it has them.
 """
 
 from __future__ import annotations

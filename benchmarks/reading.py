@@ -47,7 +47,8 @@ def copies(home: Path) -> int:
     """RECORDS records below `home`, the same values under the name and config of one run each."""
     from sinkutils.paths import RUNS
     from sinkutils.study.grid import by_name, config, resolve
-    from sinkutils.study.record import read_record, record_folder, write_record
+    from sinkutils.study.record import read_record, record_folder
+    from sinkutils.study.store import write_record
 
     like = read_record(
         next(path.parent for path in sorted((RUNS / "laptop").glob("*/*/metrics.json")))

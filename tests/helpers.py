@@ -25,7 +25,8 @@ from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.paths import ROOT
 from sinkutils.study.grid import by_name, config, unavailable
-from sinkutils.study.record import Record, record_folder, write_record
+from sinkutils.study.record import Record, record_folder
+from sinkutils.study.store import write_record
 from sinkutils.study.train import Run
 
 CPU = torch.device("cpu")

@@ -6,12 +6,11 @@ The records are read once, and again only if one of them changes.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sinkutils import paths
@@ -104,36 +103,28 @@ class Readings:
         """
         whole = self.whole or self
         seeds = self.paired(runs, quantity)
-        # The estimate is a weighted sum of values. `weights` has the weight of each seed, by
-        # experiment and quantity.
-        weights: dict[tuple[str, str], Any] = defaultdict(Counter)
-        for name, sign in zip(runs, (1, -1), strict=False):
-            for seed in seeds:
-                weights[name, quantity][seed] += sign / len(seeds)
-        # The bar is subtracted. It is a number, or a share of a mean over seeds of its own.
-        mean = 0.0
-        if bar.of is None:
-            mean -= bar.size
-        else:
-            measure = whole.values(*bar.of)
-            for seed in measure:  # such a seed may already have a weight from the difference
-                weights[bar.of][seed] -= bar.size / len(measure)
-        # The mean is the sum of weight * value. Its variance is the sum of weight^2 * variance.
+        # The estimate is a contrast: in each setting, a weight c for each value x of a seed. A run's
+        # values have 1/n or -1/n, and those by which the bar is measured its share more.
+        mean = 0.0 if bar.of else -bar.size
         variances = []
         freedoms = []
-        for (name, measured), by_seed in weights.items():
-            values = whole.values(name, measured)
-            prior = self.prior(measured)
-            variance, freedom = moderated([*values.values()], prior)
-            squares = 0.0
-            for seed, weight in by_seed.items():
-                mean += weight * values[seed]
-                squares += weight**2
-            variances.append(squares * variance)
-            freedoms.append(freedom)
+        settings = [(name, quantity) for name in runs]
+        for setting in dict.fromkeys([*settings, bar.of or settings[0]]):
+            values = whole.values(*setting)
+            x = np.array([*values.values()])
+            c = np.zeros(len(x))
+            for measured, sign in zip(settings, (1, -1), strict=False):
+                if measured == setting and seeds:
+                    c += sign * np.array([seed in seeds for seed in values]) / len(seeds)
+            if setting == bar.of:
+                c -= bar.size / len(x)
+            if c.any():
+                variance, freedom = moderated(x, self.prior(setting[1]))
+                mean += float(c @ x)
+                variances.append(float(c @ c) * variance)
+                freedoms.append(freedom)
         error = math.sqrt(sum(variances))
-        freedom = welch(variances, freedoms)
-        return Estimate(mean, error, freedom, len(seeds))
+        return Estimate(mean, error, welch(variances, freedoms), len(seeds))
 
     def prior(self, quantity: str) -> Prior:
         """The variance of a quantity that all experiments have in common (`fit_prior`)."""

@@ -74,7 +74,7 @@ class Estimate:
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 
-def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
+def moderated(values: Sequence[float] | np.ndarray, prior: Prior) -> tuple[float, float]:
     """The moderated variance of a setting with at least two values, and its degrees of freedom."""
     d = len(values) - 1  # the degrees of freedom of the setting's own variance
     d0, s0_squared, most = prior

@@ -94,6 +94,8 @@ def register(
         require(right, f"{name} must be a name of modules or a function, got {short(value)}")
     right = hidden is None or callable(hidden)
     require(right, f"hidden must be a function, got {short(hidden)}")
+    right = returns_weights in (True, False, None)
+    require(right, f"returns_weights must be True, False or None, got {short(returns_weights)}")
     TAUGHT[model_type] = Family(attention, blocks, hidden, returns_weights)
 
 

@@ -217,10 +217,10 @@ def _natural(
     The seed determines the order in which the documents are tried. Those of a stream are the first
     READ_AHEAD * n, and further ones in their order only if these are not enough.
     """
-    if texts is None:
+    if texts is None and corpus is not None:
+        texts = list(map(corpus.decode, corpus.documents("probe")))
+    elif texts is None:
         texts = held_out_documents()
-        if corpus is not None:
-            texts = list(map(corpus.decode, corpus.documents("probe")))
     stream = one_by_one(texts)
     documents = list(islice(stream, READ_AHEAD * n if is_stream(texts) else None))
     generator = np.random.default_rng([seed, PROBES.index("natural")])

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from sinkutils.checks import Refused
+from sinkutils.checks import Refused, require
 from sinkutils.paths import LEDGER, read_csv
 
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -102,6 +102,7 @@ def read_texts(path: str | Path) -> list[str] | Pieces:
     texts: list[str] = []
     for file in files:
         texts += texts_of(file)
+    require(len(texts) > 0, f"{path} has no text in it")
     return texts
 
 

@@ -197,14 +197,6 @@ def check_field(path: str, known: list[str]) -> None:
     raise Refused(f"there is no field {path!r}{hint}")
 
 
-def replaced(config: Any, tree: Json) -> Any:
-    """A config with other values of some fields. A dict has those of an inner config."""
-    values = {}
-    for name, value in tree.items():
-        values[name] = replaced(getattr(config, name), value) if isinstance(value, dict) else value
-    return dataclasses.replace(config, **values)
-
-
 def from_dict(cls: Any, values: Json) -> Any:
     """The config of class `cls` whose fields JSON holds, the inverse of `dataclasses.asdict`.
 
@@ -254,51 +246,30 @@ def as_json(config: Any) -> Json:
 def upgrade(config: Json) -> Json:
     """The config of a record with the fields that a config has today.
 
-    A field that did not exist when the record was made gets its default. Raises KeyError, TypeError
-    or ValueError for what is no config; `check_config` looks closer.
+    A field that did not exist when the record was made gets its default. Raises ValueError,
+    TypeError or KeyError for what is no possible config.
     """
-    kind = FinetuneConfig if "start" in config else RunConfig
-    values = _over(config, _defaults(kind))
-    values["data"].pop("bos", None)  # a former field, which was always False
-    integer("recipe", config["recipe"], least=0)
-    texts = [config["corpus"]["name"], config["corpus"]["sha256"]]
+    fields = dict(config)
+    recipe = integer("recipe", fields.pop("recipe"), least=0)
+    corpus = fields.pop("corpus")
+    texts = [corpus["name"], corpus["sha256"]]
     require(all(isinstance(text, str) for text in texts), "corpus must be a name and a hash")
-    return values
+    seed = integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
+    values = as_json(_config_of(json.dumps(fields, sort_keys=True)))
+    # A similarity that its author has registered may be unknown here (`_config_of`).
+    values["model"]["attention"]["similarity"] = fields["model"]["attention"]["similarity"]
+    return values | {"seed": seed, "recipe": recipe, "corpus": corpus}
 
 
-@lru_cache
-def _defaults(kind: type[RunConfig]) -> Json:
-    values = as_json(kind("none", "none"))
-    del values["experiment"], values["preset"]
-    return values
-
-
-def _over(values: Json, defaults: Json) -> Json:
-    """The values, with defaults where they lack a field."""
-    whole = defaults | values
-    for name, inner in defaults.items():
-        if isinstance(inner, dict):
-            whole[name] = _over(whole[name], inner)
-    return whole
-
-
-def check_config(values: Json) -> None:
-    """Raise ValueError, TypeError or KeyError unless `upgrade` has returned a possible config."""
-    fields = dict(values)
-    del fields["recipe"], fields["corpus"]
-    integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
-    # Most records have the fields of another seed.
-    _checked(json.dumps(fields, sort_keys=True))
-
-
-@lru_cache(maxsize=4096)
-def _checked(text: str) -> None:
+@lru_cache(maxsize=4096)  # most records have the fields of another seed
+def _config_of(text: str) -> RunConfig:
     fields = json.loads(text)
+    fields["data"].pop("bos", None)  # a former field, which was always False
     spec = fields["model"]["attention"]
-    # A similarity that its author has registered may be unknown here (`attention.register`).
     if isinstance(spec["similarity"], str) and spec["similarity"] not in SIMILARITY_NAMES:
         spec["similarity"] = "relu"
-    from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
+    config: RunConfig = from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
+    return config
 
 
 def public_name(name: str) -> str:

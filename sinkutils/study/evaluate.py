@@ -82,22 +82,17 @@ def last_measurements(
     report: that of the texts `ids` (n, T). autocast: the context of the training, in which the
     gradients are computed.
     """
-    found: Json = {"report": of_report(report)}
-    found["destinations"] = destinations(model, ids, line_breaks(tokenizer))
-    with autocast():
-        by_position = gradient_norms(model, ids)
-    found["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
-    return found
-
-
-def of_report(report: Report) -> Json:
-    """The part of a report that a record keeps: Sink at `EPSILONS`, alpha, norms by position."""
     numbers = report.to_dict(EPSILONS)
     for name in NOT_KEPT:
         numbers.pop(name, None)
     for name in numbers.keys() & set(BY_POSITION):
         numbers[name] = rounded(numbers[name], NORM_DIGITS)
-    return numbers
+    found: Json = {"report": numbers}
+    found["destinations"] = destinations(model, ids, line_breaks(tokenizer))
+    with autocast():
+        by_position = gradient_norms(model, ids)
+    found["gradients"] = {"input": rounded(by_position, NORM_DIGITS)}
+    return found
 
 
 def line_breaks(tokenizer: Tokenizer) -> Tensor:

@@ -54,7 +54,13 @@ def finetuning(config: FinetuneConfig, corpus: Corpus, start: Record) -> Task:
     model = TransformerLM(config.model)
     model.load_state_dict(start.load_weights())
     tokenizer = start.tokenizer  # it may differ from that of the corpus
-    held_out, pairs = pairs_of(config, tokenizer, start.folder.name)
+    special = special_ids(tokenizer, start.folder.name)
+    first = [special["fix_id"]] if config.data.fixed_position else []
+    layout = Layout(tokenizer, first, special["eos_id"], config.model.context_length)
+    # The conversations for validation come first, so that more pairs leave them as they are.
+    counts = (config.train.valid_chunks, config.pairs)
+    source = config.instructions
+    held_out, pairs = make_pairs(conversations(source), layout, counts, source)
     weights = start.digests[WEIGHTS]
     # A checkpoint belongs to this run only if it has the same text, conversations and start.
     digests = corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights
@@ -157,12 +163,10 @@ def conversations(name: str) -> Iterator[Conversation]:
 
 def _is_conversation(messages: Any) -> bool:
     try:
-        for message in messages:
-            if message["role"] not in TEMPLATES or not isinstance(message["content"], str):
-                return False
+        texts = [message["content"] for message in messages if message["role"] in TEMPLATES]
     except (KeyError, TypeError):
         return False
-    return len(messages) > 0
+    return 0 < len(texts) == len(messages) and all(isinstance(text, str) for text in texts)
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
@@ -270,18 +274,3 @@ def make_pairs(
         )
     parts = np.split(rows, np.cumsum(counts)[:-1])
     return [Pairs(part, layout.eos_id) for part in parts]
-
-
-def pairs_of(config: FinetuneConfig, tokenizer: Tokenizer, name: str) -> list[Pairs]:
-    """The conversations for validation, and those to train on.
-
-    name: the name of the tokenizer, for error messages.
-    """
-    special = special_ids(tokenizer, name)
-    first = []
-    if config.data.fixed_position:
-        first = [special["fix_id"]]
-    layout = Layout(tokenizer, first, special["eos_id"], config.model.context_length)
-    # Those for validation come first, so that they stay the same when a run has more pairs.
-    counts = (config.train.valid_chunks, config.pairs)
-    return make_pairs(conversations(config.instructions), layout, counts, config.instructions)

@@ -18,6 +18,7 @@ from sinkutils.study.tables import Of
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 RUN = ("experiment", "seed")
 FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
+COMPARED = (*FINAL, "block_1", "later_blocks", "live", "element", "element_block_1")
 EVEN = 0.02  # a mean attention within 2 % of uniform attention counts as even
 
 
@@ -109,24 +110,20 @@ def compare_runs(
     first, second = done
     seeds = first.index.intersection(second.index)
     require(len(seeds) > 0, f"{a!r} and {b!r} have no seed in common at {preset!r}")
-    rows = []
-    for quantity in (*FINAL, "block_1", "later_blocks", "live", "element", "element_block_1"):
-        if quantity not in table:
-            continue
-        pair = pd.DataFrame({"a": first[quantity], "b": second[quantity]}).loc[seeds]
-        pair = pair.astype(float).dropna()
-        n = len(pair)
-        if n == 0:
-            continue
-        differences = pair.a - pair.b
-        mean = differences.mean()
-        error = differences.std(ddof=1) / np.sqrt(n)  # NaN for one seed
-        reach = error * stdtrit(n - 1, (1 + level) / 2)
-        p = 2 * stdtr(n - 1, -abs(mean) / error) if error > 0 else float(mean == 0)
-        row = {"quantity": quantity, "a": pair.a.mean(), "b": pair.b.mean(), "difference": mean}
-        row |= {"low": mean - reach, "high": mean + reach, "p": p if n > 1 else np.nan, "seeds": n}
-        rows.append(row)
-    return pd.DataFrame(rows).set_index("quantity")
+    quantities = [name for name in COMPARED if name in table]
+    of_a = first.loc[seeds, quantities].astype(float)
+    of_b = second.loc[seeds, quantities].astype(float)
+    differences = of_a - of_b
+    both = differences.notna()
+    n = both.sum()
+    mean = differences.mean()
+    error = differences.std() / np.sqrt(n)  # NaN for one seed
+    reach = error * stdtrit(n - 1, (1 + level) / 2)
+    p = 2 * stdtr(n - 1, -abs(mean) / error)
+    columns = {"a": of_a[both].mean(), "b": of_b[both].mean(), "difference": mean}
+    columns |= {"low": mean - reach, "high": mean + reach}
+    columns |= {"p": p.where(error != 0, (mean == 0).astype(float)), "seeds": n}
+    return pd.DataFrame(columns)[n > 0].rename_axis("quantity")
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:

@@ -39,13 +39,13 @@ from sinkutils.study.config import (
     Json,
     RunConfig,
     TrainConfig,
+    as_json,
     check_field,
     check_name,
     config_dict,
     config_hash,
     from_dict,
     paths_of,
-    replaced,
 )
 
 # The "section" of experiments from later papers (data/paper/after_paper.csv). The paper has seven.
@@ -214,8 +214,7 @@ def config(
     require(isinstance(change or {}, dict), f"change must be a dict, got {short(change)}")
     own = not isinstance(preset, str) or preset.endswith((".yaml", ".yml"))
     scale = own_preset(preset) if own else find_preset(str(preset))
-    run = _at_own_preset(experiment, scale) if own else _first(experiment, scale.name)
-    run = dataclasses.replace(run, seed=seed)
+    run = dataclasses.replace(_first(experiment, scale), seed=seed)
     if change or name is not None:
         if name is None:
             raise Refused("a variant needs a name of its own: give name, such as 'mine'")
@@ -272,22 +271,12 @@ def own_preset(source: str | Path | Json) -> Preset:
     return made
 
 
-def _at_own_preset(name: str, scale: Preset) -> RunConfig:
-    """The run of an experiment at a preset of one's own, and seed 0."""
-    row = experiment(scale.base if name == "base" else name)
-    require(
-        row.start is None,
-        f"{row.name!r} is a fine-tuning, which starts from a record: give a preset of the study",
-    )
-    return _pretraining(row, scale)
-
-
 def contents(name: str, preset: str, seed: int) -> Json:
     """`config_dict` of `config`, for many records: it builds no config. Callers must not change it.
 
     Raises the errors of `config`.
     """
-    run = _first(name, preset)
+    run = _first(name, find_preset(preset))
     if isinstance(run, FinetuneConfig):
         return config_dict(config(name, preset, seed))
     return {**_contents(run), "seed": seed}
@@ -302,17 +291,23 @@ def resolve(name: str, preset: str = "laptop") -> str:
     For "base" it is the preset's base experiment. If several experiments come to the same run, it
     is the first of them in data/experiments.yaml.
     """
-    return _first(name, preset).experiment
+    return _first(name, find_preset(preset)).experiment
 
 
-def _first(name: str, preset: str) -> RunConfig:
+def _first(name: str, scale: Preset) -> RunConfig:
     """The run of an experiment at a preset and seed 0, as `config`."""
-    scale = find_preset(preset)
     row = experiment(scale.base if name == "base" else name)
-    if preset not in row.presets:
+    if scale.name not in presets():  # one of your own
+        require(
+            row.start is None,
+            f"{row.name!r} is a fine-tuning, which starts from a record: give a preset of the "
+            "study",
+        )
+        return _pretraining(row, scale)
+    if scale.name not in row.presets:
         known = " or ".join(row.presets)
-        raise Refused(f"experiment {row.name!r} belongs to preset {known}, not {preset!r}")
-    return _runs(preset)[row.name]
+        raise Refused(f"experiment {row.name!r} belongs to preset {known}, not {scale.name!r}")
+    return _runs(scale.name)[row.name]
 
 
 def unavailable(preset: str) -> set[str]:
@@ -363,16 +358,14 @@ def plan(
         numbers = range(FIRST_SEEDS) if seeds is None else seeds
         return [config(names[0], preset, seed, change=change, name=name) for seed in numbers]
     if only is None:
+        left_out = find_preset(preset).leaves_out
         names = [name for name in _runs(preset) if not experiment(name).download]
+        names = [name for name in names if resolve(name, preset) not in left_out]
     else:
         names = [*only]
-    # Experiments that the preset leaves out are trained only when `only` names them.
-    left_out = find_preset(preset).leaves_out if only is None else ()
     base = resolve("base", preset)
     runs = []
     for name in dict.fromkeys(resolve(name, preset) for name in names):  # equal runs count once
-        if name in left_out:
-            continue
         own_seeds = range(experiment(name).seeds)
         for seed in dict.fromkeys(own_seeds if seeds is None else seeds):
             runs.append(config(name, preset, seed))
@@ -446,17 +439,15 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     Raises ValueError for a path that leads to no field, with similar ones.
     """
     known = [*paths_of(run)]
-    tree: Json = {}  # the new values, nested as the configs are
+    values = as_json(run)
     for path, value in change.items():
         check_field(path, known)
+        inner = values
         *parts, name = path.split(".")
-        inner = tree
-        old: Any = run
         for part in parts:
-            inner = inner.setdefault(part, {})
-            old = getattr(old, part)
-        inner[name] = _scaled(value, getattr(old, name), run.model, scale)
-    whole: RunConfig = replaced(run, tree)
+            inner = inner[part]
+        inner[name] = _scaled(value, inner[name], run.model, scale)
+    whole: RunConfig = from_dict(type(run), values)
     return whole
 
 
@@ -471,7 +462,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     if isinstance(old, float) and type(value) is int:
         return float(value)
     if not isinstance(value, dict):
-        return tuple(value) if isinstance(value, list) else value
+        return value
     require("times" in value and value.keys() <= {"times", "of"}, f"no such multiple: {value}")
     of = value.get("of")
     context = base.context_length

@@ -6,8 +6,13 @@ another text than the preset's. The folder holds these files:
 
     config.json        everything that determines the run, the number of the recipe, and the name
                        and hash of the corpus
-    metrics.json       the curve and the final values, including alpha of every head; for a run that
-                       failed, status "failed" and the reason
+    metrics.json       status ("done", or "failed" with a reason), the curve and the final values. A
+                       point of the curve has its step, losses in nats per token, Sink_k and Sink_*
+                       in percent, excess_1, and by block the largest element of h_1 (peak_1) and
+                       the norm of v_1 (value_ratio_1), as ratios; in a fine-tuning also the loss
+                       and gradient norm of each step. The final values are those of the last point,
+                       with its report, destinations and gradients. They are empty if the run failed
+                       before any evaluation.
     alpha.safetensors  alpha along the curve, as float16 means over texts, of shape (evaluations,
                        targets, L, H); * is the last target if the model has one
     provenance.json    device, precision, versions and time, which no comparison uses
@@ -25,12 +30,12 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import os
 import platform
 import stat
 import subprocess
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,17 +43,11 @@ from typing import TYPE_CHECKING, Any
 
 from sinkutils import paths
 from sinkutils.checks import Refused, first_line, real, require
-from sinkutils.paths import not_saved, sync_folder, write_synced
 from sinkutils.study.config import (
-    Identity,
     Json,
-    RunConfig,
-    check_config,
-    config_dict,
     from_dict,
     upgrade,
 )
-from sinkutils.study.metrics import Metrics, check_metrics
 
 if TYPE_CHECKING:  # a list of records needs none of these
     import numpy as np
@@ -70,6 +69,10 @@ LITTER = (".DS_Store", "Thumbs.db", "desktop.ini")
 STRAY = frozenset((*LITTER, ".ipynb_checkpoints"))
 LARGEST = 2**27  # the most bytes of a file other than the weights
 Folder = Path | str | None  # a folder of records; None means data/runs
+BLOCKS = ("peak_1", "value_ratio_1")  # numbers of a point of the curve by block
+STEPS = ("losses", "gradient_norms")  # and by step since the point before
+NUMBERS = ("step", "valid_loss", "train_loss", "sink_", "excess_")  # how the others' names begin
+NORMS = ("hidden_norms", "key_norms", "value_norms", "before_norm_norms", "hidden_peaks")
 ADVICE = "bring the folder back from where it came, or train the run again"
 
 
@@ -117,9 +120,9 @@ class Record:
         return self.stale or self.metrics["reason"]
 
     @cached_property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Json:
         """The contents of metrics.json. Raises `CorruptRecord` if they are of no run."""
-        metrics: Metrics = _read_json(self.folder, "metrics.json", self.digests)
+        metrics: Json = _read_json(self.folder, "metrics.json", self.digests)
         with _explained(self.folder, "metrics.json"):
             check_metrics(metrics, self.config["model"])
         return metrics
@@ -184,28 +187,16 @@ class Record:
 
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
+            layers = self.config["model"]["num_layers"]
+            require(layers <= len(weights), f"they are not those of {layers} layers")
             model = TransformerLM(from_dict(LMConfig, self.config["model"]))
             model.load_state_dict(weights)
         return model.eval()
 
-    def check_config(self) -> None:
-        """Raise `CorruptRecord` unless the config is a possible one."""
-        with _explained(self.folder, "config.json"):
-            check_config(self.config)
-
     def check(self) -> None:
-        """Check that all files but the weights are as they were written.
+        """Check that all files but the weights are as they were written, and of such a run.
 
-        Raises `CorruptRecord` for the first file that has changed.
-        """
-        for name in self.digests:
-            if name != WEIGHTS:
-                _intact(self.folder, name, self.digests)
-
-    def check_contents(self) -> None:
-        """The same, and check that what readers use is of a run.
-
-        Raises `CorruptRecord` for the first file that has changed, or whose contents no run writes.
+        Raises `CorruptRecord` for the first that is not.
         """
         if TOKENIZER in self.digests:
             _intact(self.folder, TOKENIZER, self.digests)
@@ -215,6 +206,7 @@ class Record:
             maps = (self.config["model"]["num_layers"], self.config["model"]["num_heads"])
             fits = curve is None or (
                 curve.ndim == 4
+                and curve.dtype.kind == "f"
                 and len(curve) == len(self.metrics["curve"])
                 and curve.shape[2:] == maps
                 and bool((abs(curve) < 2).all())  # also not true of NaN
@@ -235,122 +227,6 @@ def seed_of(folder: Path) -> int:
 def short_name(target: Path) -> str:
     """The name of a record in messages: preset/experiment/seed."""
     return "/".join(target.parts[-3:])
-
-
-def write_record(
-    target: Path,
-    config: RunConfig,
-    metrics: Json,
-    provenance: Json,
-    weights: dict[str, Tensor] | None = None,
-    tokenizer: Tokenizer | None = None,
-    corpus: Identity | None = None,
-    arrays: dict[str, Tensor] | None = None,
-) -> Record:
-    """Write a record as a whole or not at all.
-
-    An old record stays in place until the new one is complete on disk.
-
-    metrics: its numbers are rounded to five significant digits.
-    corpus: `Corpus.identity` of the text. None means the corpus of the config, with unknown hash.
-    arrays: the contents of alpha.safetensors.
-    Raises OSError with advice if the disk is full.
-    """
-    from safetensors.torch import save
-
-    # The contents of all files are made in memory before the first file is written.
-    values = config_dict(config)
-    values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    parts = (values, rounded(metrics), provenance | versions())
-    files = {}
-    for name, part in zip(JSONS, parts, strict=True):
-        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
-        files[name] = text.encode()
-    if arrays:
-        files[ATTENTION] = save(arrays)
-    if weights:
-        files[WEIGHTS] = save(weights)
-    if tokenizer is not None:
-        files[TOKENIZER] = tokenizer.to_str().encode()
-    # The lines are those of `sha256sum`. The last one is the digest of the lines above it.
-    sums = ""
-    for name, data in files.items():
-        sums += f"{_sha256(data)}  {name}\n"
-    own = _sha256(sums.encode())
-    files[SUMS] = f"{sums}{own}  {SUMS}\n".encode()
-    new, old = _beside(target)
-    try:
-        finish_replacement(target)
-        new.mkdir(parents=True)
-        for name, data in files.items():
-            write_synced(new / name, data)
-        sync_folder(new)
-        # The old record moves aside, then the new one takes its place. If the process dies between
-        # the two renames, `finish_replacement` puts the old one back.
-        if target.exists():
-            os.replace(target, old)
-        os.replace(new, target)
-        for folder in target.parents[:3]:  # up to the folder of all records: each may be new
-            sync_folder(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            finish_replacement(target)
-        raise not_saved(f"record {short_name(target)}", error) from error
-    _clear_away(old, target)  # the new record is in place, so that nothing can fail any more
-    return open_record(target)
-
-
-def _beside(target: Path) -> tuple[Path, Path]:
-    """Two hidden folders beside a record: the new one while it is written, and the old one.
-
-    Both exist only while a record is replaced.
-    """
-    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
-
-
-def finish_replacement(target: Path) -> None:
-    """Clean up after a process that died while it wrote a record. The caller holds the run's lock.
-
-    Either the old record or the new one is in place afterwards. A new record that was not yet in
-    place is lost, but the run's checkpoint is still there.
-    """
-    new, old = _beside(target)
-    if old.exists() and not target.exists():  # the process died between the two renames
-        os.replace(old, target)
-    _clear_away(new, target)
-    _clear_away(old, target)
-
-
-def _clear_away(old: Path, target: Path) -> None:
-    """Delete an old record. If its folder has files of others, it gets a name that shows it."""
-    with contextlib.suppress(OSError):
-        remove(old, FILES)
-        return
-    aside = target.with_name(f"{target.name}.replaced")
-    number = 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = target.with_name(f"{target.name}.replaced-{number}")
-    with contextlib.suppress(OSError):
-        os.replace(old, aside)
-        warnings.warn(
-            f"record {short_name(target)} is replaced; its old folder had other files, and is now "
-            f"{aside.name}",
-            stacklevel=3,
-        )
-
-
-def remove(folder: Path, files: Collection[str]) -> None:
-    """Delete a folder, if it exists, that has no other files than these. Of a link only the link.
-
-    Raises OSError if it has others.
-    """
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        for name in (*files, *LITTER):
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
@@ -377,28 +253,19 @@ def versions() -> Json:
 
 
 def read_record(target: Path) -> Record:
-    """Open a record and check all its files but the weights.
-
-    Raises `CorruptRecord`, which names the file.
-    """
+    """Open a record and check all of it but the weights. Raises `CorruptRecord`."""
     record = open_record(target)
     record.check()
     return record
 
 
-def open_record(target: Path, checked: bool = True) -> Record:
-    """Open a record. Only its config is read now; the other files are read on first access.
-
-    checked: whether the config is checked too.
-    """
+def open_record(target: Path) -> Record:
+    """Open a record. Only its config is read and checked now, the other files on first access."""
     digests = _digests(target)
     config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
         config = upgrade(config)
-    record = Record(target, config, digests)
-    if checked:
-        record.check_config()
-    return record
+    return Record(target, config, digests)
 
 
 def _digests(target: Path) -> dict[str, str]:
@@ -406,7 +273,7 @@ def _digests(target: Path) -> dict[str, str]:
     try:
         text = _text(_contents(target / SUMS)).decode()
         *lines, own = text.splitlines(keepends=True)
-        digest = _sha256("".join(lines).encode())
+        digest = sha256("".join(lines).encode())
         require(own == f"{digest}  {SUMS}\n", "changed")
         digests = {}
         for line in lines:
@@ -434,7 +301,7 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
         data = _contents(target / name)
     if not name.endswith(".safetensors"):
         data = _text(data)
-    if _sha256(data) != digests.get(name):
+    if sha256(data) != digests.get(name):
         raise CorruptRecord(
             f"record {short_name(target)}: {name} is missing, truncated or changed, or cannot be "
             f"read: {ADVICE}"
@@ -483,5 +350,95 @@ def _no_number(text: str) -> None:
     raise Refused(f"{text} is no number")
 
 
-def _sha256(data: bytes) -> str:
+def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+# ---- what metrics.json must hold
+
+
+def check_metrics(metrics: Any, model: Json) -> None:
+    """Raise ValueError unless metrics.json holds what its readers use, in the shapes of a model.
+
+    model: the model's part of the config.
+    """
+    require(isinstance(metrics, dict), "it is no object")
+    status = metrics.get("status")
+    require(status in ("done", "failed"), f"its status is {status!r:.40}")
+    reason = metrics.get("reason")
+    require(reason is None or isinstance(reason, str), "its reason is no text")
+    curve = metrics.get("curve")
+    final = metrics.get("final")
+    require(isinstance(curve, list), "its curve is no list")
+    require(isinstance(final, dict), "its final is no object")
+    ended = [final] if final or status == "done" else []
+    _check_points([*curve, *ended], model["num_layers"])
+    if "report" in final:
+        _check_report(final["report"], model)
+    gradients = final.get("gradients", {"input": []})
+    require(isinstance(gradients, dict) and "input" in gradients, "its gradients are no object")
+    _numbers("gradients", gradients["input"])
+
+
+def _check_points(points: list[Any], blocks: int) -> None:
+    """Evaluations: their steps, their losses, their sinks in percent, and numbers by block."""
+    columns: dict[str, list[Any]] = {}  # all numbers of one name
+    for point in points:
+        require(isinstance(point, dict), "a point of its curve is no object")
+        for name, value in point.items():
+            column = columns.setdefault(name, [])
+            if name in BLOCKS or name in STEPS:
+                require(isinstance(value, list), f"{name} is no list")
+                require(name in STEPS or len(value) == blocks, f"{name} is not of each block")
+                column.extend(value)
+            elif name.startswith(NUMBERS):
+                column.append(value)
+    for name in ("step", "valid_loss", "sink_1"):
+        require(len(columns.get(name, [])) == len(points), f"a point of its curve lacks {name}")
+    for name, column in columns.items():
+        types = {*map(type, column)}
+        require(types <= {int, float}, f"{name} holds what is no number")
+        try:
+            finite = all(map(math.isfinite, column))
+        except OverflowError:  # an integer that is larger than any float
+            finite = False
+        require(finite, f"{name} holds what is not finite")
+        if name == "step":
+            require(types <= {int} and min(column, default=0) >= 0, "step is no count")
+        if name.startswith("sink_"):
+            low, high = min(column, default=0), max(column, default=0)
+            require(low >= 0 and high <= 100, f"{name} of {low:g} to {high:g} is no share")
+
+
+def _check_report(report: Any, model: Json) -> None:
+    """The last report: its targets, alpha of every head, and norms by block and position."""
+    require(isinstance(report, dict), "its report is no object")
+    length = report.get("T")
+    require(type(length) is int and length >= 1, f"its T is {length!r:.40}")
+    blocks = model["num_layers"]
+    targets = _numbers("targets", report.get("targets")).tolist()
+    require(1 in targets, "its report is without token 1")
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes["alpha"] = (len(targets), blocks, model["num_heads"])
+    shapes["alpha_star"] = shapes["alpha"][1:]
+    shapes |= dict.fromkeys(NORMS, (blocks, length))
+    for name, shape in shapes.items():
+        if not report.get(name) and name != "alpha":
+            continue
+        numbers = _numbers(name, report.get(name))
+        require(numbers.shape == shape, f"{name} has the shape {numbers.shape}, not {shape}")
+        require(numbers.min() >= 0, f"{name} is negative")
+        require("alpha" not in name or numbers.max() <= 1.001, f"{name} is more than 1")
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """The array of a nested list, all of whose elements must be finite numbers."""
+    import numpy as np  # imported here, because a list of records needs no numbers
+
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError) as error:  # lists of different lengths, or a huge number
+        raise Refused(f"{name} is no array of numbers") from error
+    fits = array.size == 0 or (array.dtype.kind in "if" and bool(np.isfinite(array).all()))
+    require(fits, f"{name} holds what is no number: {value!r:.40}")
+    return array

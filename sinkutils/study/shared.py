@@ -29,9 +29,9 @@ from sinkutils.checks import require
 from sinkutils.measuring.report import Report
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.record import Record
+from sinkutils.study.record import Folder, Record
 from sinkutils.study.step import conditions_of, reproducible
-from sinkutils.study.store import Folder, claim
+from sinkutils.study.task import claim
 from sinkutils.study.train import Run, load_checkpoint, save_run, to_its_end
 
 # While the main process makes a text or evaluates, the others wait for it. If it is killed, the
@@ -114,7 +114,6 @@ class SharedRun(Run):
 def train_shared(
     config: RunConfig,
     runs: Folder,
-    *,
     device: torch.device,
     corpus: Corpus | str | None,
     keep_weights: bool,

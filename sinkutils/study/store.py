@@ -1,17 +1,17 @@
-"""The folders of runs and their records.
+"""The folders of runs and their records: where they are, who trains them, and how one is written.
 
-This is the only module that decides which record belongs to a run, and whether a record is complete
-and up to date.
+This is the only module that decides which record belongs to a run, and whether it is up to date.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sinkutils import paths
-from sinkutils.checks import integer, require
-from sinkutils.paths import replace_file, standing
+from sinkutils.checks import integer
+from sinkutils.paths import not_saved, replace_file, standing, sync_folder, write_synced
 from sinkutils.study import grid
 from sinkutils.study.config import (
     RECIPE,
-    FinetuneConfig,
     Identity,
     Json,
     RunConfig,
@@ -34,23 +33,31 @@ from sinkutils.study.config import (
 )
 from sinkutils.study.grid import by_name, plan, presets, resolve
 from sinkutils.study.record import (
+    ATTENTION,
     FILES,
+    JSONS,
+    LITTER,
     STRAY,
+    SUMS,
+    TOKENIZER,
+    WEIGHTS,
     CorruptRecord,
     Folder,
     Record,
     RunLocked,
-    finish_replacement,
     open_record,
     read_record,
     record_folder,
-    remove,
+    rounded,
+    sha256,
     short_name,
+    versions,
 )
 from sinkutils.study.tables import Entry, Of, entries_of
 
-if TYPE_CHECKING:
-    from sinkutils.study.corpus import Corpus
+if TYPE_CHECKING:  # a list of records needs none of these
+    from tokenizers import Tokenizer
+    from torch import Tensor
 
 # How long to try for a lock. One try is not enough: the last owner may just be removing the file.
 LOCK_SECONDS = 0.2
@@ -204,15 +211,12 @@ class Runs:
         another version of Python, and the study has a record already.
         """
         target = record_folder(run.preset, run.experiment, run.seed, self.folder)
-        study = RunFolder(run, corpus, target)
         if corpus is None:
-            return study
+            return RunFolder(run, None, target)
         if corpus["name"] == public_name(run.data.corpus):
-            record = _read(target)
-            if record is None or not is_of(record, run):
-                return study
-            if record.config["corpus"] == corpus:
-                return study
+            record = RunFolder(run, None, target).record()
+            if record is None or record.config["corpus"] == corpus:
+                return RunFolder(run, corpus, target)
         # Only characters that every file system accepts, and enough of the hash to tell two texts
         # apart.
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])[:80]
@@ -280,12 +284,8 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    record = open_record(target)
-    reason = _stale(record.config, preset, name, seed)
-    if reason:  # nothing but its config is checked now
-        return replace(record, stale=reason)
-    record.check_contents()
-    return record
+    record = read_record(target)
+    return replace(record, stale=_stale(record.config, preset, name, seed))
 
 
 def _stale(config: Json, preset: str, experiment: str, seed: int) -> str:
@@ -347,57 +347,118 @@ def _read(folder: Path) -> Record | None:
         return None
 
 
-# ---- what a training asks before its first step
+# ---- writing a record
 
 
-def claim(
-    config: RunConfig, runs: Folder, corpus: Corpus | str | None, weights: bool
-) -> tuple[RunFolder, Corpus | None, Record | None]:
-    """The folder of a run, its text, and the record that it has already, if there is one.
+def write_record(
+    target: Path,
+    config: RunConfig,
+    metrics: Json,
+    provenance: Json,
+    weights: dict[str, Tensor] | None = None,
+    tokenizer: Tokenizer | None = None,
+    corpus: Identity | None = None,
+    arrays: dict[str, Tensor] | None = None,
+) -> Record:
+    """Write a record as a whole or not at all.
 
-    The arguments are those of `train`. With a record of the config's own text, that text is not
-    opened, and None stands for it. A warning says if a run is trained on another text than its own.
+    An old record stays in place until the new one is complete on disk.
+
+    metrics: its numbers are rounded to five significant digits.
+    corpus: `Corpus.identity` of the text. None means the corpus of the config, with unknown hash.
+    arrays: the contents of alpha.safetensors.
+    Raises OSError with advice if the disk is full.
     """
-    from sinkutils.study.corpus import Corpus, load_corpus
+    from safetensors.torch import save
 
-    store = Runs(runs)
-    own = store.of(config)
-    if corpus is None:
-        done = own.record(weights)
-        if done is not None:
-            return own, None, done
-    text = corpus
-    vocabulary = config.model.vocab_size
-    if not isinstance(text, Corpus):
-        text = load_corpus(text or config.data.corpus, vocabulary)
-    what = f"corpus {text.name!r} with {text.vocab_size} tokens"
-    require(
-        text.vocab_size <= vocabulary,
-        f"{what} is too large for a model of {vocabulary}: "
-        "raise vocab_size or load the corpus with fewer",
-    )
-    place = store.of(config, text.identity)
-    if place.folder != own.folder or text.vocab_size != vocabulary:
+    # The contents of all files are made in memory before the first file is written.
+    values = config_dict(config)
+    values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
+    parts = (values, rounded(metrics), provenance | versions())
+    files = {}
+    for name, part in zip(JSONS, parts, strict=True):
+        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
+        files[name] = text.encode()
+    if arrays:
+        files[ATTENTION] = save(arrays)
+    if weights:
+        files[WEIGHTS] = save(weights)
+    if tokenizer is not None:
+        files[TOKENIZER] = tokenizer.to_str().encode()
+    # The lines are those of `sha256sum`. The last one is the digest of the lines above it.
+    sums = ""
+    for name, data in files.items():
+        sums += f"{sha256(data)}  {name}\n"
+    own = sha256(sums.encode())
+    files[SUMS] = f"{sums}{own}  {SUMS}\n".encode()
+    new, old = _beside(target)
+    try:
+        finish_replacement(target)
+        new.mkdir(parents=True)
+        for name, data in files.items():
+            write_synced(new / name, data)
+        sync_folder(new)
+        # The old record moves aside, then the new one takes its place. If the process dies between
+        # the two renames, `finish_replacement` puts the old one back.
+        if target.exists():
+            os.replace(target, old)
+        os.replace(new, target)
+        for folder in target.parents[:3]:  # up to the folder of all records: each may be new
+            sync_folder(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            finish_replacement(target)
+        raise not_saved(f"record {short_name(target)}", error) from error
+    _clear_away(old, target)  # the new record is in place, so that nothing can fail any more
+    return open_record(target)
+
+
+def _beside(target: Path) -> tuple[Path, Path]:
+    """Two hidden folders beside a record: the new one while it is written, and the old one.
+
+    Both exist only while a record is replaced.
+    """
+    return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
+
+
+def finish_replacement(target: Path) -> None:
+    """Clean up after a process that died while it wrote a record. The caller holds the run's lock.
+
+    Either the old record or the new one is in place afterwards. A new record that was not yet in
+    place is lost, but the run's checkpoint is still there.
+    """
+    new, old = _beside(target)
+    if old.exists() and not target.exists():  # the process died between the two renames
+        os.replace(old, target)
+    _clear_away(new, target)
+    _clear_away(old, target)
+
+
+def _clear_away(old: Path, target: Path) -> None:
+    """Delete an old record. If its folder has files of others, it gets a name that shows it."""
+    with contextlib.suppress(OSError):
+        remove(old, FILES)
+        return
+    aside = target.with_name(f"{target.name}.replaced")
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}-1")
+    with contextlib.suppress(OSError):
+        os.replace(old, aside)
         warnings.warn(
-            f"training on {what} in place of {public_name(config.data.corpus)!r} "
-            f"with {vocabulary}, its own text: the record is {place.name}",
+            f"record {short_name(target)} is replaced; its old folder had other files, and is now "
+            f"{aside.name}",
             stacklevel=3,
         )
-    return place, text, place.record(weights)
 
 
-def before(config: FinetuneConfig) -> RunConfig:
-    """The run that a fine-tuning starts from."""
-    return grid.config(config.start, config.preset, config.seed)
+def remove(folder: Path, files: Collection[str]) -> None:
+    """Delete a folder, if it exists, that has no other files than these. Of a link only the link.
 
-
-def start_of(config: FinetuneConfig, store: Runs, text: Corpus) -> Record | None:
-    """The record that a fine-tuning starts from, or None if this run has yet to be trained.
-
-    If there is no record on this text, one on the config's own text is taken.
+    Raises OSError if it has others.
     """
-    run = before(config)
-    record = store.of(run, text.identity).record() or store.of(run).record()
-    if record is not None and record.status == "done" and record.weights is None:
-        return None
-    return record
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        for name in (*files, *LITTER):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()

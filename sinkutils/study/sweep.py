@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,14 +34,15 @@ from sinkutils.checks import first_line, integer, real
 from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
 from sinkutils.study.corpus import load_corpus, located
 from sinkutils.study.grid import find_preset
-from sinkutils.study.record import CHECKPOINT_SECONDS, Folder, RunLocked
-from sinkutils.study.store import RunFolder, Runs, before
+from sinkutils.study.record import CHECKPOINT_SECONDS, Folder
+from sinkutils.study.store import RunFolder, Runs
+from sinkutils.study.task import before
 
 POLL_SECONDS = 0.2  # between two looks at the runs that other processes are training
 STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM
 LEAST_ROOM = 2**16  # with less space on the disk (in bytes), a worker may lack its last words
 # The environment variables that a sweep sets for its workers: its process id, and the file in
-# which a worker says how its run ended.
+# which a worker says how its run ended (`study_commands.reported`).
 PARENT = "SINKUTILS_PARENT"
 OUTCOME = "SINKUTILS_OUTCOME"
 
@@ -70,47 +71,6 @@ Ended = Callable[[RunOutcome], Any]  # called with the outcome of each run as so
 def say(message: str) -> None:
     """Print a message to stderr, above the progress bar if there is one."""
     tqdm.write(f"sinkutils: {message}", sys.stderr)
-
-
-# --- in a worker
-
-
-@contextlib.contextmanager
-def reported() -> Iterator[Json]:
-    """A context manager in which `sinkutils train` trains, so that its sweep learns the outcome.
-
-    The body puts "status", "reason" and "restarted" into the dict. An error in it is put there too.
-    At the end the dict is written, as JSON, to the file that the sweep has named. The process also
-    ends as soon as the sweep has. Where no sweep has started the process, nothing of this happens.
-    """
-    file = os.environ.pop(OUTCOME, None)
-    parent = os.environ.pop(PARENT, None)
-    outcome: Json = {"status": "crashed", "reason": "", "restarted": ""}
-    if file is None or parent is None:
-        yield outcome
-        return
-    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
-    try:
-        yield outcome
-    except RunLocked:
-        outcome["status"] = "locked"
-        raise
-    except KeyboardInterrupt:
-        outcome["reason"] = "stopped; run the same command again to go on"
-        raise
-    except Exception as error:
-        outcome["reason"] = " ".join(str(error).split()) or type(error).__name__
-        raise
-    finally:
-        with contextlib.suppress(OSError):  # the exit status then says that something is wrong
-            Path(file).write_text(json.dumps(outcome), encoding="utf-8")
-
-
-def _end_with(parent: int) -> None:
-    """Send this process the signal TERM as soon as its parent, the process of that id, has ended."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- on one machine

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from sinkutils import paths
 from sinkutils.study.config import Json
-from sinkutils.study.record import CorruptRecord, Record, open_record
+from sinkutils.study.record import CorruptRecord, Record, read_record, seed_of
 
 Of = Callable[[Record], Any]  # the value of an intact record, which JSON can hold
 SEED = re.compile(r"(0|[1-9][0-9]*)|\.(0|[1-9][0-9]*)\.old")  # the folder of a record
@@ -82,10 +82,10 @@ def _folders(preset: Path) -> list[Path]:
     found = []
     for path in preset.glob("*/*"):
         if SEED.fullmatch(path.name):
-            seed = path.name.removeprefix(".").removesuffix(".old")
+            seed = seed_of(path)
             # A process that died while it replaced a record may have left the old one only.
-            if path.name == seed or not path.with_name(seed).exists():
-                found.append((path.parent.name, int(seed), path))
+            if path.name == str(seed) or not path.with_name(str(seed)).exists():
+                found.append((path.parent.name, seed, path))
     return [path for _, _, path in sorted(found)]
 
 
@@ -94,22 +94,20 @@ def _stamp(folder: Path) -> list[list[Any]]:
     stamp: list[list[Any]] = []
     with contextlib.suppress(OSError):  # reading the record will raise it again
         for file in os.scandir(folder):
-            status = file.stat()
+            status = file.stat(follow_symlinks=False)  # a link to nowhere has one too
             times = [status.st_mtime_ns, status.st_ctime_ns]
             stamp.append([file.name, status.st_size, *times])
     return sorted(stamp) or [["", 0, time.time_ns()]]
 
 
 def _entry(folder: Path, of: Of | None) -> Entry:
-    seed = int(folder.name.removeprefix(".").removesuffix(".old"))
     try:
-        record = open_record(folder)
-        record.check_contents()
+        record = read_record(folder)
         value = of(record) if of else None
-        status, reason = record.metrics["status"], record.metrics["reason"]
-        return Entry(folder.parent.name, seed, status, reason, record.config, value)
+        result = (record.status, record.reason, record.config, value)
     except CorruptRecord as error:
-        return Entry(folder.parent.name, seed, "corrupt", str(error), {}, None)
+        result = ("corrupt", str(error), {}, None)
+    return Entry(folder.parent.name, seed_of(folder), *result)
 
 
 def _read(file: Path) -> Json:

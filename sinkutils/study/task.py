@@ -7,6 +7,7 @@ interventions of Section 5 on the text are parameters.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,8 +21,11 @@ from torch import Tensor
 from sinkutils.checks import require
 from sinkutils.measuring.tokenizer import fix_position
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.config import DataConfig, Json, RunConfig, public_name
+from sinkutils.study import grid
+from sinkutils.study.config import DataConfig, FinetuneConfig, Json, RunConfig, public_name
 from sinkutils.study.corpus import Corpus, load_corpus
+from sinkutils.study.record import Folder, Record
+from sinkutils.study.store import RunFolder, Runs
 
 CPU = torch.device("cpu")
 # A GPU holds the whole text of its run if it is smaller than this number of bytes. Every text of
@@ -233,3 +237,57 @@ def validation_corpus(config: RunConfig, corpus: Corpus) -> Corpus:
         return corpus
     tokenizer = str(corpus.folder / "tokenizer.json")
     return load_corpus(data.validation, config.model.vocab_size, tokenizer=tokenizer)
+
+
+# ---- what a training asks before its first step
+
+
+def claim(
+    config: RunConfig, runs: Folder, corpus: Corpus | str | None, weights: bool
+) -> tuple[RunFolder, Corpus | None, Record | None]:
+    """The folder of a run, its text, and the record that it has already, if there is one.
+
+    The arguments are those of `train`. With a record of the config's own text, that text is not
+    opened, and None stands for it. A warning says if a run is trained on another text than its own.
+    """
+    store = Runs(runs)
+    own = store.of(config)
+    if corpus is None:
+        done = own.record(weights)
+        if done is not None:
+            return own, None, done
+    text = corpus
+    vocabulary = config.model.vocab_size
+    if not isinstance(text, Corpus):
+        text = load_corpus(text or config.data.corpus, vocabulary)
+    what = f"corpus {text.name!r} with {text.vocab_size} tokens"
+    require(
+        text.vocab_size <= vocabulary,
+        f"{what} is too large for a model of {vocabulary}: "
+        "raise vocab_size or load the corpus with fewer",
+    )
+    place = store.of(config, text.identity)
+    if place.folder != own.folder or text.vocab_size != vocabulary:
+        warnings.warn(
+            f"training on {what} in place of {public_name(config.data.corpus)!r} "
+            f"with {vocabulary}, its own text: the record is {place.name}",
+            stacklevel=3,
+        )
+    return place, text, place.record(weights)
+
+
+def before(config: FinetuneConfig) -> RunConfig:
+    """The run that a fine-tuning starts from."""
+    return grid.config(config.start, config.preset, config.seed)
+
+
+def start_of(config: FinetuneConfig, store: Runs, text: Corpus) -> Record | None:
+    """The record that a fine-tuning starts from, or None if this run has yet to be trained.
+
+    If there is no record on this text, one on the config's own text is taken.
+    """
+    run = before(config)
+    record = store.of(run, text.identity).record() or store.of(run).record()
+    if record is not None and record.status == "done" and record.weights is None:
+        return None
+    return record

@@ -46,7 +46,6 @@ from sinkutils.study.record import (
     CorruptRecord,
     Folder,
     Record,
-    write_record,
 )
 from sinkutils.study.step import (
     GraphedStep,
@@ -58,8 +57,8 @@ from sinkutils.study.step import (
     set_rate,
     usable_precision,
 )
-from sinkutils.study.store import Runs, before, claim, start_of
-from sinkutils.study.task import Task, pretraining
+from sinkutils.study.store import Runs, write_record
+from sinkutils.study.task import before, claim, pretraining, start_of
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.
 AHEAD = 16
@@ -106,13 +105,7 @@ def train(
         from sinkutils.study.shared import train_shared
 
         return train_shared(
-            config,
-            runs,
-            device=target,
-            corpus=corpus,
-            keep_weights=keep_weights,
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
+            config, runs, target, corpus, keep_weights, checkpoint_seconds, progress
         )
     place, text, done = claim(config, runs, corpus, keep_weights)
     if done is not None:
@@ -229,7 +222,13 @@ class Run:
         self.corpus = corpus
         self.device = device
         self.precision = usable_precision(config.train.precision, device)
-        self.task = task_of(config, corpus, device, start)
+        if isinstance(config, FinetuneConfig):
+            from sinkutils.study.finetune import finetuning  # imported here, since few runs need it
+
+            assert start is not None
+            self.task = finetuning(config, corpus, start)
+        else:
+            self.task = pretraining(config, corpus, device)
         self.model = self.task.model.to(device)
         # The loss as `update` calls it. `train` may replace it by its compiled form; evaluations
         # call `task.loss`, which is never compiled.
@@ -372,16 +371,6 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.train.batch_size * self.config.model.context_length
-
-
-def task_of(config: RunConfig, corpus: Corpus, device: torch.device, start: Record | None) -> Task:
-    """What a run learns. start: the record that a fine-tuning starts from."""
-    if not isinstance(config, FinetuneConfig):
-        return pretraining(config, corpus, device)
-    from sinkutils.study.finetune import finetuning  # imported here, since few runs need it
-
-    assert start is not None
-    return finetuning(config, corpus, start)
 
 
 def evaluated(run: Run) -> tuple[str | None, Report | None]:

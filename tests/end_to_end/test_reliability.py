@@ -9,7 +9,8 @@ from conftest import SMOKE
 from helpers import DONE
 
 from sinkutils import config, train
-from sinkutils.study.record import read_record, record_folder, write_record
+from sinkutils.study.record import read_record, record_folder
+from sinkutils.study.store import write_record
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from sinkutils.measuring.load import ModelUnavailable
 from sinkutils.measuring.weights import check_loaded
 from sinkutils.names import load_lm
 from sinkutils.study.config import RunConfig
-from sinkutils.study.record import write_record
+from sinkutils.study.store import write_record
 
 
 def saved(folder, tokenizer: bool = True):

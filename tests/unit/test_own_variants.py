@@ -17,7 +17,8 @@ from sinkutils.ledger.readings import readings
 from sinkutils.model import attention
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.study import grid
-from sinkutils.study.record import record_folder, write_record
+from sinkutils.study.record import record_folder
+from sinkutils.study.store import write_record
 
 TINY = {"name": "tiny", "like": "smoke", "train": {"steps": 4, "eval_every": 2, "valid_chunks": 4}}
 

@@ -103,6 +103,8 @@ def test_texts_are_read_from_files(tmp_path):
     (tmp_path / "a.md").write_text("long " * 1000)
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 2}\n')
     assert read_texts(tmp_path / "b.jsonl") == ["one", "two"]
+    (tmp_path / "none.jsonl").write_text("\n")
+    refuses("none.jsonl has no text in it", read_texts, tmp_path / "none.jsonl")
     (tmp_path / "windows").mkdir()
     (tmp_path / "windows" / "c.txt").write_bytes(b"one\r\ntwo\r\n")
     (tmp_path / "windows" / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n')

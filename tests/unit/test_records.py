@@ -33,12 +33,10 @@ from sinkutils.study.config import config_dict, config_hash, upgrade
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
-    open_record,
     read_record,
     record_folder,
-    write_record,
 )
-from sinkutils.study.store import Runs, is_of
+from sinkutils.study.store import Runs, is_of, write_record
 
 JSON_FILES = ("config.json", "metrics.json", "provenance.json")
 FILES = (*JSON_FILES, "model.safetensors", "tokenizer.json", "SHA256SUMS")
@@ -100,7 +98,7 @@ def die_before_step(step: int, what) -> bool:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     steps = itertools.count(1)
 
-    def write_half(path, data, whole=records_module.write_synced):
+    def write_half(path, data, whole=store.write_synced):
         if next(steps) == step:
             path.write_bytes(data[: len(data) // 2])
             os._exit(9)
@@ -111,7 +109,7 @@ def die_before_step(step: int, what) -> bool:
             os._exit(9)
         really(source, target)
 
-    records_module.write_synced, os.replace = write_half, rename
+    store.write_synced, os.replace = write_half, rename
     try:
         what()
     finally:  # whatever happens, the child must not go on as a second pytest
@@ -497,6 +495,7 @@ def test_so_is_one_with_a_number_that_is_none(two, tmp_path, written):
         ("alpha.safetensors", {"curve": torch.full((1, 1, 2, 2), 0.2)}),  # of one point, not two
         ("alpha.safetensors", {"curve": torch.full((2, 1, 3, 2), 0.2)}),  # of three blocks
         ("alpha.safetensors", {"curve": torch.full((2, 1, 2, 2), torch.nan)}),
+        ("alpha.safetensors", {"curve": torch.zeros(2, 1, 2, 2).long()}),
         ("provenance", b"[]"),
         ("provenance", b'{"wall_seconds": "long"}'),
     ],
@@ -578,6 +577,11 @@ def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_
 
 def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
+    whole = su.record("tiny", "test", folder=tmp_path)
+    deep = replace(
+        whole, config=whole.config | {"model": whole.config["model"] | {"num_layers": 10**9}}
+    )
+    refuses("they are not those of 1000000000 layers", deep.load_model, kind=CorruptRecord)
     path.write_bytes(path.read_bytes()[:-4] + b"....")
     record = Runs(tmp_path).of(tiny).record()  # the numbers beside them are whole
     says = r"record test/tiny/0: model\.safetensors is missing, truncated or changed"
@@ -612,9 +616,9 @@ def copied(study, monkeypatch, tmp_path):
 
     def counted(folder):
         read.append(f"{folder.parent.name}/{folder.name}")
-        return open_record(folder)
+        return read_record(folder)
 
-    monkeypatch.setattr(tables, "open_record", counted)
+    monkeypatch.setattr(tables, "read_record", counted)
     runs = tmp_path / "runs"
     shutil.copytree(study, runs)
     return runs, read
@@ -638,6 +642,9 @@ def test_a_changed_record_is_read_again_and_only_that(copied):
     su.runs("laptop", runs)
     read.clear()
     path = runs / "laptop" / "k_bias" / "1" / "metrics.json"
+    (path.parent / ".DS_Store").symlink_to("nowhere")
+    assert set(su.runs("laptop", runs).status) == {"done"} and read == ["k_bias/1"]
+    read.clear()
     path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))  # the same size
     os.utime(path, ns=(0, 0))
     with pytest.warns(UserWarning, match="k_bias/1: metrics.json is missing, truncated or changed"):

@@ -20,17 +20,17 @@ import pytest
 import torch
 from helpers import interrupted, made_up, refused, refuses
 
-from sinkutils import config, paths, train
+from sinkutils import config, paths, study_commands, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
-from sinkutils.study import grid
-from sinkutils.study import record as records_module
+from sinkutils.study import grid, store
 from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.slurm import minutes_of
 from sinkutils.study.store import Runs
-from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, reported, sweep
+from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, sweep
 from sinkutils.study.train import Run
+from sinkutils.study_commands import reported
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def as_worker(patch, file):
     """Let this process take itself for a worker of a sweep, which is to say in `file` how its run ended."""
     patch.setenv(OUTCOME, str(file))
     patch.setenv(PARENT, str(os.getppid()))
-    patch.setattr(sweep_module, "_end_with", lambda parent: None)
+    patch.setattr(study_commands, "_end_with", lambda parent: None)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
 ):
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
 
-    def write(path, data, really=records_module.write_synced):
+    def write(path, data, really=store.write_synced):
         of_first = path.parent.name.startswith(("0", ".0")) and not sweep.steps[1]
         if path.name.endswith(file) and of_first and sweep.steps[0] > 20:
             path.write_bytes(b"half of it")
@@ -249,7 +249,7 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
         really(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records_module, "write_synced", write)
+        patch.setattr(store, "write_synced", write)
         patch.setattr(paths, "write_synced", write)
         assert sweep.status() == 1
     reason = rf"\[Errno 28\] could not save {name} \(No space left on device\): free some space"

@@ -259,6 +259,7 @@ def test_what_asks_or_shows_can_be_told():
 def test_bad_arguments_are_refused():
     refuses("model_type must be a name", su.families.register, 3, **RIGHT)
     refuses("attention must be a name", su.families.register, "a", **RIGHT | {"attention": 3})
+    refuses("returns_weights must be True", su.families.register, "a", **RIGHT, returns_weights=3)
     refuses("blocks must be a name", su.families.register, "a", **RIGHT | {"blocks": None})
     refuses("hidden must be a function", su.families.register, "a", **RIGHT | {"hidden": "x"})
     refuses("xlnet cannot be measured: .*later tokens", su.families.register, "xlnet", **RIGHT)
