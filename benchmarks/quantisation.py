@@ -46,15 +46,15 @@ def of_model(name: str) -> list[dict[str, object]]:
     rows = []
     for part, place in PARTS.items():
         for format in FORMATS:
-            row: dict[str, object] = {"model": name, "part": part, "format": format.name}
+            row: dict[str, object] = {"model": name, "part": part, "format": format}
             row |= {"sink_1": report.sink(), "loss": before}
-            row |= {"zero": forecast.zero[part, format.name]}
-            row |= {"lost_bits": forecast.lost_bits[part, format.name]}
+            row |= {"zero": forecast.zero[part, format]}
+            row |= {"lost_bits": forecast.lost_bits[part, format]}
             for kind in ("first", "others"):
                 row[f"largest_{kind}"] = peaks[kind][part]
                 row[f"state_{kind}"] = peaks[kind]["h"]
             for leave_out in (False, True):
-                change = rounded(format.name, leave_out_first=leave_out)
+                change = rounded(format, leave_out_first=leave_out)
                 after = su.surgery.edit(model, ids, place, change).loss
                 row["damage_others" if leave_out else "damage"] = after - before
             rows.append(row)

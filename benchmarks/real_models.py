@@ -18,7 +18,7 @@ from scipy import stats
 
 from sinkutils import paths
 from sinkutils.measuring.real import REAL_MODELS
-from sinkutils.measuring.uniform import norm_ratio
+from sinkutils.measuring.report import norm_ratio
 
 EPSILON = "0.3"
 WINDOWS = {"gemma-3-270m": 512}  # keys that most blocks see: beyond, x_1 is hidden from them

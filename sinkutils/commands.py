@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sinkutils import __version__
-from sinkutils.checks import Refused
+from sinkutils.checks import Refused, require
 
 WRONG = 2  # the exit status of a mistake
 DEBUG = "show the traceback of any error"
@@ -100,20 +100,12 @@ def add_records(command: Parser) -> None:
 
 def add_loading(command: Parser) -> None:
     add = command.add_argument
-    add(
-        "--device",
-        help="cpu, cuda, mps, or auto: several devices (default: cuda if there is one)",
-    )
+    add("--device", help="cpu, cuda, mps, or auto: several devices (default: cuda if there is one)")
     add(
         "--dtype",
         help="float32, bfloat16, float16 or float64 (default: float32 on a CPU, else the model's)",
     )
-    add(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="your own text (txt, md, jsonl), cut into pieces",
-    )
+    add("--text", type=Path, metavar="FILE", help="your own text (txt, md, jsonl), cut into pieces")
 
 
 def add_size(command: Parser) -> None:
@@ -141,21 +133,8 @@ def measure_options(command: Parser) -> None:
         help="kinds of input, in place of --text (default: natural)",
     )
     add("--corpus", help="where natural text comes from (default: docstrings)")
-    add(
-        "--targets",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="positions, counted from 1 (default: 1)",
-    )
-    add(
-        "--eps",
-        dest="epsilons",
-        type=float,
-        nargs="+",
-        default=[0.3],
-        help="thresholds (default: 0.3)",
-    )
+    add("--targets", type=int, nargs="+", default=[1], help="positions from 1 (default: 1)")
+    add("--eps", dest="epsilons", type=float, nargs="+", default=[0.3], help="(default: 0.3)")
     add("--bos", action="store_true", help="put a BOS first (the paper does not)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
@@ -166,7 +145,6 @@ def measure_options(command: Parser) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     """Measure the attention sink of causal language models."""
-    from sinkutils.checks import require
     from sinkutils.measuring.probes import BOS
     from sinkutils.measuring.report import check_epsilons, check_targets
     from sinkutils.measuring.texts import natural_digest, read_texts
@@ -199,8 +177,7 @@ def measure_command(options: argparse.Namespace) -> None:
                 reports[report.name] = report
         del measured  # its memory is free before pandas is imported for the table
     if options.json:
-        numbers = {title: report.to_dict() for title, report in reports.items()}
-        print(json.dumps(numbers))
+        print(json.dumps({title: report.to_dict() for title, report in reports.items()}))
         return
     print("\n\n".join(map(str, reports.values())))
     if "natural" in kinds and corpus is None:
@@ -208,9 +185,16 @@ def measure_command(options: argparse.Namespace) -> None:
     if len(options.model) > 1:  # one row per input: checkpoints of one run give a training curve
         import pandas as pd
 
-        summaries = {title: report.summary() for title, report in reports.items()}
-        table = pd.DataFrame(summaries).T
-        print(f"\n{table.round(3).to_string()}")
+        table = pd.DataFrame({title: report.summary() for title, report in reports.items()})
+        print(f"\n{table.T.round(3).to_string()}")
+
+
+def check_output(path: Path) -> None:
+    """Refuse a path at which no file can be written."""
+    from sinkutils.paths import replaceable
+
+    folder = replaceable(path).parent
+    require(folder.is_dir(), f"-o {path}: there is no folder {folder}")
 
 
 def report_options(command: Parser) -> None:
@@ -218,42 +202,31 @@ def report_options(command: Parser) -> None:
     add_size(command)
     add = command.add_argument
     add("model", help=MODEL)
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        help="(default: report.html)",
-    )
+    add("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html)")
     add("--beside", metavar="MODEL", help="a second model to compare with")
 
 
 def report_command(options: argparse.Namespace) -> None:
     """Write a page about a model, as one self-contained HTML file."""
-    from sinkutils.checks import require
-    from sinkutils.measuring.load import WithoutTokenizer
     from sinkutils.measuring.measure import measure
-    from sinkutils.measuring.probes import SEQUENCES
+    from sinkutils.measuring.probes import SEQUENCES, WithoutTokenizer
     from sinkutils.measuring.texts import read_texts
     from sinkutils.names import load_lm
-    from sinkutils.paths import replace_file, replaceable
+    from sinkutils.paths import replace_file
     from sinkutils.plots.report import natural, report_model
 
     # The options are checked before the measurement, which may take an hour.
-    folder = replaceable(options.output).parent
-    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
-    if options.beside == options.model:
-        raise Refused(f"--beside must be another model than {options.model}")
+    check_output(options.output)
+    other_name = f"--beside must be another model than {options.model}"
+    require(options.beside != options.model, other_name)
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
     # Both models read the same kind of text, each tokenised by its own tokenizer.
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
     beside = {}
     if options.beside:
-        require(
-            not isinstance(tokenizer, WithoutTokenizer),
-            f"--beside compares models on text, and {options.model} has no tokenizer",
-        )
+        without = f"--beside compares models on text, and {options.model} has no tokenizer"
+        require(not isinstance(tokenizer, WithoutTokenizer), without)
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
@@ -273,14 +246,12 @@ def lab_options(command: Parser) -> None:
 
 def lab_command(options: argparse.Namespace) -> None:
     """Write the lab's page with a model of yours in it, as one HTML file."""
-    from sinkutils.checks import require
     from sinkutils.measuring.texts import read_texts
     from sinkutils.names import subject
-    from sinkutils.paths import replace_file, replaceable
+    from sinkutils.paths import replace_file
     from sinkutils.plots.lab import TOKENS, lab_of_model
 
-    folder = replaceable(options.output).parent
-    require(folder.is_dir(), f"-o {options.output}: there is no folder {folder}")
+    check_output(options.output)
     require(3 <= options.length <= TOKENS, f"--length must be 3 to {TOKENS}, got {options.length}")
     texts = list(options.texts)
     if options.text:
@@ -294,13 +265,8 @@ def lab_command(options: argparse.Namespace) -> None:
 
 
 def models_options(command: Parser) -> None:
-    command.add_argument(
-        "--install",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="download these with pip, and check their hashes",
-    )
+    helped = "download these with pip, and check their hashes"
+    command.add_argument("--install", nargs="+", default=[], metavar="NAME", help=helped)
 
 
 def models_command(options: argparse.Namespace) -> None:
@@ -311,10 +277,8 @@ def models_command(options: argparse.Namespace) -> None:
         install(name)
     for name, model in REAL_MODELS.items():
         print(f"{name}: {model.title}, {model.precision}, {model.licence}")
-        if folder_of(name).exists():
-            print("  installed")
-        else:
-            print(f"  not installed, {model.megabytes} MB to download")
+        there = folder_of(name).exists()
+        print("  installed" if there else f"  not installed, {model.megabytes} MB to download")
         print(f"  package         {model.pins[0]}\n  sha256          {model.sha256}")
         print(f"  full precision  {model.hub_id}")
 
@@ -324,21 +288,11 @@ def models_command(options: argparse.Namespace) -> None:
 
 def run_options(command: Parser) -> None:
     add = command.add_argument
-    add(
-        "-p",
-        "--parameter",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="set a parameter",
-    )
+    pair: dict[str, Any] = {"nargs": 2, "action": "append", "metavar": ("NAME", "VALUE")}
+    add("-p", "--parameter", default=[], help="set a parameter", **pair)
     add("--only", nargs="+", default=[""], metavar="NOTEBOOK", help="names or numbers, such as 02")
-    add(
-        "--in-place",
-        action="store_true",
-        help="write to the committed notebooks and to figures/, not to rendered/",
-    )
+    in_place = "write to the committed notebooks and to figures/, not to rendered/"
+    add("--in-place", action="store_true", help=in_place)
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -348,17 +302,14 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.pages import run_notebooks
     from sinkutils.paths import RENDERED
 
-    if options.in_place and options.parameter:
-        raise Refused(
-            "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
-        )
+    other = "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
+    require(not (options.in_place and options.parameter), other)
     parameters = {}
     for name, text in options.parameter:
         try:
             parameters[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise Refused(
-                f"-p {name}: {text!r} is not a value in YAML: quote it as a string"
-            ) from error
+            wanted = "is not a value in YAML: quote it as a string"
+            raise Refused(f"-p {name}: {text!r} {wanted}") from error
     failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)
     return 1 if failed else 0

@@ -22,7 +22,7 @@ from sinkutils.checks import device as find_device
 from sinkutils.measuring import load, probes
 from sinkutils.measuring.probes import Corpus, Subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable
-from sinkutils.measuring.tokenizer import adds_bos
+from sinkutils.measuring.texts import adds_bos
 
 Name = str | os.PathLike[str]
 

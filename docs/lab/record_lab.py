@@ -23,8 +23,8 @@ import sinkutils as su
 from sinkutils.paths import read_yaml
 from sinkutils.plots.figures import token_label
 from sinkutils.plots.interactive import maps_of
+from sinkutils.plots.interactive import packed as deflated
 from sinkutils.plots.lab import SOURCES, own_text
-from sinkutils.plots.lab import packed as deflated
 from sinkutils.study.config import RunConfig
 from sinkutils.study.task import fix_position
 
@@ -146,7 +146,7 @@ def main() -> None:
         data |= {"sentences": sentences, "real": real_models(sentences)}
     if CHECKPOINTS.exists():
         data["models"], data["rounding"] = small_models()
-    data["text"] = deflated([own_text().encode()])
+    data["text"] = deflated(own_text().encode())
     write_page(data)
 
 

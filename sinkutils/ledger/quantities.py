@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from sinkutils.measuring.uniform import excess, norm_ratio, uniform_alpha
+from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.frames import by_block
 from sinkutils.study.record import Record

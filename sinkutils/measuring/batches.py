@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     """A row of the ids."""
 
     number: int  # its place among the rows
+    first: int  # the index of its first text among all texts
     texts: tuple[slice, ...]  # where its texts stand, without padding
     whole: bool  # whether it runs as it is; else its one text runs alone, without padding
 
@@ -64,44 +66,40 @@ class Inputs:
         entries: dict[str, Any] = {"input_ids": ids}
         if isinstance(ids, Mapping):
             entries = {str(name): x for name, x in ids.items() if x is not None}
-            require(
-                "input_ids" in entries,
-                f"ids has no input_ids, but {', '.join(entries) or 'nothing'}",
-            )
+            others = ", ".join(entries) or "nothing"
+            require("input_ids" in entries, f"ids has no input_ids, but {others}")
         if attention_mask is not None:
             entries["attention_mask"] = attention_mask
         self.ids: Tensor = entries.pop("input_ids")  # (samples, T)
         self.entries = entries
-        require(
-            isinstance(self.ids, Tensor),
-            f"ids must be of type Tensor, got {type(self.ids).__name__}: {short(self.ids)}; from a "
-            'tokenizer: tokenizer(texts, return_tensors="pt", padding=True)',
-        )
+        if not isinstance(self.ids, Tensor):
+            advice = 'from a tokenizer: tokenizer(texts, return_tensors="pt", padding=True)'
+            got = f"{type(self.ids).__name__}: {short(self.ids)}"
+            raise Refused(f"ids must be of type Tensor, got {got}; {advice}")
         dense("ids", self.ids)
+        integers = self.ids.dtype in (torch.int64, torch.int32)
         require(
-            self.ids.ndim == 2
-            and self.ids.numel() > 0
-            and self.ids.dtype in (torch.int64, torch.int32),
+            integers and self.ids.ndim == 2 and self.ids.numel() > 0,
             "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
             f"got {self.ids.dtype} of the shape {tuple(self.ids.shape)}",
         )
         for name, x in entries.items():
             check_entry(name)
             if isinstance(x, np.ndarray | list) and name != "attention_mask":
-                entries[name] = as_tensor(x)
+                with suppress(TypeError, ValueError, RuntimeError):  # it may hold no numbers
+                    entries[name] = torch.as_tensor(x)
         longest = max(check_targets(targets, self.ids.shape[1]))
         self.rows: list[Row] = []
         self.skipped = 0
-        for row in self._rows():
-            texts = tuple(t for t in row.texts if t.stop - t.start >= longest)
-            self.skipped += len(row.texts) - len(texts)
-            if texts:
-                self.rows.append(row._replace(texts=texts))
-        require(
-            len(self.rows) > 0,
-            f"no row of ids has the {longest} tokens that target {longest} needs, without its "
-            "padding",
-        )
+        count = 0
+        for number, texts, whole in self._rows():
+            long = tuple(text for text in texts if text.stop - text.start >= longest)
+            self.skipped += len(texts) - len(long)
+            if long:
+                self.rows.append(Row(number, count, long, whole))
+            count += len(long)
+        needs = f"the {longest} tokens that target {longest} needs"
+        require(len(self.rows) > 0, f"no row of ids has {needs}, without its padding")
         # We name the device, because torch.set_default_device may have set another one.
         lengths = [t.stop - t.start for row in self.rows for t in row.texts]
         self.lengths = torch.tensor(lengths, device="cpu")
@@ -118,11 +116,6 @@ class Inputs:
             axis = self._axis(name)
             cut[name] = x if axis is None else x.narrow(axis, 0, min(samples, len(self.ids)))
         return cut
-
-    @property
-    def packed(self) -> bool:
-        """Whether a row holds several texts."""
-        return any(len(row.texts) > 1 or row.texts[0].start > 0 for row in self.whole)
 
     @property
     def whole(self) -> list[Row]:
@@ -143,8 +136,8 @@ class Inputs:
 
     # --- where the texts stand
 
-    def _rows(self) -> Iterator[Row]:
-        """Each row of the ids, with all its texts."""
+    def _rows(self) -> Iterator[tuple[int, list[slice], bool]]:
+        """Each row of the ids: its number, all its texts, and whether it runs as it is."""
         real = self._tokens()  # (samples, T)
         texts_by = self._descriptions()
         positions = self.entries.get("position_ids")
@@ -165,9 +158,8 @@ class Inputs:
                 not bool((gaps & ~starts).any()),
                 "attention_mask has padding between the tokens of a row: put it at either end",
             )
-            texts = []
-            for tokens in torch.tensor_split(places, starts.nonzero()[:, 0]):
-                texts.append(slice(int(tokens[0]), int(tokens[-1]) + 1))
+            parts = torch.tensor_split(places, starts.nonzero()[:, 0])
+            texts = [slice(int(tokens[0]), int(tokens[-1]) + 1) for tokens in parts]
             plain = len(texts) == 1
             if positions is not None:
                 of_row = positions.select(self._axis("position_ids") or 0, index)
@@ -176,7 +168,7 @@ class Inputs:
                 found = of_row[..., texts[0]]
                 counted = torch.arange(found.shape[-1], device="cpu")
                 plain = plain and bool((found.cpu() == counted).all())
-            yield Row(index, tuple(texts), whole=not plain)
+            yield index, texts, not plain
 
     def _tokens(self) -> Tensor:
         """Which ids are tokens, and no padding, (samples, T)."""
@@ -231,10 +223,8 @@ class Inputs:
     def _by_token(self, name: str, x: Any) -> None:
         """Refuse an entry that has no number for each token."""
         dense(name, x)
-        require(
-            x.shape == self.ids.shape,
-            f"{name} must have the shape of ids, {tuple(self.ids.shape)}; got {tuple(x.shape)}",
-        )
+        wanted = f"{name} must have the shape of ids, {tuple(self.ids.shape)}"
+        require(x.shape == self.ids.shape, f"{wanted}; got {tuple(x.shape)}")
 
     def _by_length(self, name: str, x: Any) -> Tensor:
         """Number the texts of which cumulative lengths tell, (1, T)."""
@@ -247,8 +237,7 @@ class Inputs:
             f"{name} must rise from 0 to the {length} tokens of one row of ids",
         )
         places = torch.arange(length, device="cpu")[None]
-        numbers: Tensor = torch.bucketize(places, ends, right=True)
-        return numbers
+        return torch.bucketize(places, ends, right=True)
 
     # --- what is handed to the model
 
@@ -271,15 +260,15 @@ class Inputs:
         """
         doubtful = []
         for name in [*self.entries]:
-            takes = source.takes(name, self.entries[name])
+            takes = source.takes(name)
             if takes is None and not self._says_where(name):
                 doubtful.append(name)
             elif takes is False:
-                if self._says_where(name) and self.whole and name != "attention_mask":
-                    raise Refused(
-                        f"{source.kind} takes no {name}, which tells of texts packed in a row or of "
-                        "other positions: give each text a row of its own"
-                    )
+                where = self._says_where(name) and self.whole and name != "attention_mask"
+                tells = (
+                    f"takes no {name}, which tells of texts packed in a row or of other positions"
+                )
+                require(not where, f"{source.kind} {tells}: give each text a row of its own")
                 del self.entries[name]
         for name in doubtful:
             batches = [self._batch([row]) for row in self._different(name)]
@@ -287,10 +276,9 @@ class Inputs:
                 del self.entries[name]
         for name, x in self.entries.items():
             of_rows = self._axis(name) is not None or self._says_where(name)
-            require(
-                of_rows or not isinstance(x, Tensor) or x.ndim == 0 or len(self.ids) == 1,
-                f"{name} is of no one row of ids, and changes the pass: measure each row by itself",
-            )
+            of_none = f"{name} is of no one row of ids, and changes the pass"
+            alone = not isinstance(x, Tensor) or x.ndim == 0 or len(self.ids) == 1
+            require(of_rows or alone, f"{of_none}: measure each row by itself")
 
     def _different(self, name: str) -> list[Row]:
         """Rows for which an entry holds different things, at most `MOST_ROWS`."""
@@ -299,12 +287,10 @@ class Inputs:
         if axis is None:
             return self.rows[:1]
         by_row = x.movedim(axis, 0).reshape(x.shape[axis], -1)
-        found: dict[tuple[float, ...], Row] = {}
+        different: dict[tuple[float, ...], Row] = {}
         for row in self.rows:
-            found.setdefault(tuple(by_row[row.number].tolist()), row)
-            if len(found) == MOST_ROWS:
-                break
-        return list(found.values())
+            different.setdefault(tuple(by_row[row.number].tolist()), row)
+        return [*different.values()][:MOST_ROWS]
 
     def _says_where(self, name: str) -> bool:
         return name in POSITIONS or name.startswith(LENGTHS)
@@ -328,14 +314,9 @@ class Inputs:
 
     def _batch(self, rows: list[Row]) -> Batch:
         """The pass of some rows of one text each, or of a single row that runs as it is."""
-        before = {}  # the number of texts before each row
-        count = 0
-        for row in self.rows:
-            before[row.number] = count
-            count += len(row.texts)
         places: list[int] = []
         for row in rows:
-            places += range(before[row.number], before[row.number] + len(row.texts))
+            places += range(row.first, row.first + len(row.texts))
         if rows[0].whole:
             (row,) = rows
             entries = {n: self._part(n, row.number, None) for n in self.entries}
@@ -381,15 +362,5 @@ def check_entry(name: str) -> None:
 def dense(name: str, value: Any) -> None:
     """Raise ValueError unless the value is a dense tensor, with a number at every place."""
     instance(name, value, Tensor)
-    require(
-        value.layout == torch.strided and not (value.is_nested or value.is_meta),
-        f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device",
-    )
-
-
-def as_tensor(value: Any) -> Any:
-    """A list or an array of numbers as a tensor; any other value as it is."""
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        return value
+    other = f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device"
+    require(value.layout == torch.strided and not (value.is_nested or value.is_meta), other)

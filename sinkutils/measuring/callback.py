@@ -57,9 +57,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     """
 
     def __init__(self, ids: Ids, every: int = 500, **options: Any) -> None:
-        if not (
-            isinstance(ids, Mapping) and DECODED & ids.keys()
-        ):  # the decoder's are not known yet
+        decoders = isinstance(ids, Mapping) and DECODED & ids.keys()  # are not known yet
+        if not decoders:
             Inputs(ids, options.get("attention_mask"), (1,))  # raises ValueError for anything else
         self.ids = ids
         self.every = integer("every", every, least=1)
@@ -121,12 +120,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         if first:
             should_log = control.should_log
-            logged = {}
-            for name in LOGGED:
-                if name in summary:
-                    logged[f"sink/{name}"] = summary[name]
             log = trainer_log()
-            log(logged)
+            log({f"sink/{name}": summary[name] for name in LOGGED if name in summary})
             # `log` clears this flag. It is restored, as the trainer may still have to log its loss.
             control.should_log = should_log
 

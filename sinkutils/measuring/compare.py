@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -30,21 +29,18 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     instance("first", first, Report)
     instance("second", second, Report)
     choice("by", by, AVERAGED)
-    require(
-        first.length == second.length,
-        f"the reports are of {first.length} tokens and {second.length}",
-    )
+    lengths = f"the reports are of {first.length} tokens and {second.length}"
+    require(first.length == second.length, lengths)
     require(min(first.samples, second.samples) > 1, "an interval needs at least two samples")
-    before = _alpha(first, k, by)
-    after = _alpha(second, k, by)
-    require(
-        by == "model" or first.layers == second.layers,
-        f"the models have attention in different blocks: they cannot be compared by {by}",
-    )
-    require(
-        before.shape[2] == after.shape[2],
-        f"the models have different numbers of heads: they cannot be compared by {by}",
-    )
+    # alpha_k of each text in float64, (samples, layers or 1, heads or 1)
+    alphas = (report.of(k).double().numpy() for report in (first, second))
+    before, after = (alpha.mean(AVERAGED[by], keepdims=True) for alpha in alphas)
+    same = {
+        "attention in different blocks": by == "model" or first.layers == second.layers,
+        "different numbers of heads": before.shape[2] == after.shape[2],
+    }
+    for what, holds in same.items():
+        require(holds, f"the models have {what}: they cannot be compared by {by}")
     # On the same text, the difference of two models varies less than alpha varies between texts. So
     # the paired interval is the narrower one.
     if first.digest and first.digest == second.digest:  # it is empty if the ids are not known
@@ -57,16 +53,6 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     blocks = [1] if by == "model" else [layer + 1 for layer in first.layers]
     heads = range(1, mean.shape[1] + 1)
     index = pd.MultiIndex.from_product([blocks, heads], names=["block", "head"])
-    table = pd.DataFrame(index=index)
-    table["mean"] = mean.ravel()
-    table["low"] = interval.low.ravel()
-    table["high"] = interval.high.ravel()
-    table["n"] = min(first.samples, second.samples)
+    columns = {"mean": mean.ravel(), "low": interval.low.ravel(), "high": interval.high.ravel()}
+    table = pd.DataFrame(columns | {"n": min(first.samples, second.samples)}, index=index)
     return table if by == "head" else table.droplevel("head")
-
-
-def _alpha(report: Report, k: int, by: str) -> np.ndarray:
-    """alpha_k of each text in float64, (samples, layers or 1, heads or 1)."""
-    alpha = report.of(k).double().numpy()
-    averaged: np.ndarray = alpha.mean(AVERAGED[by], keepdims=True)
-    return averaged

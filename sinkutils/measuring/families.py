@@ -117,65 +117,51 @@ def check(model: nn.Module) -> None:
         measure(model, ids)
 
 
-def attention_layers(
-    base: nn.Module,
-) -> tuple[list[nn.Module], dict[nn.Module, int], dict[nn.Module, int]]:
-    """The model's blocks, its softmax attention modules, and where these stand.
+def attention_layers(base: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, int]]:
+    """The model's blocks, and the index of its block for each softmax attention module.
 
-    Returns the blocks, a dict from each attention module to its layer index, and a dict from each
-    attention module to the index of its block. The two indices are the same unless a block has
-    several attention modules. Raises ValueError for a model without softmax attention, or with
-    attention outside one list of blocks.
+    Raises ValueError for a model without softmax attention, or with attention outside one list of
+    blocks.
     """
-    modules = {}  # name -> attention module
-    for name, module in base.named_modules():
-        if _is_attention(name, module):
-            modules[name] = module
+    modules = {name: part for name, part in base.named_modules() if _is_attention(name, part)}
     kind = type(base).__name__
-    if not modules:
-        reason = "has no softmax attention layers, so it has no attention sink"
-        if not type(base).__module__.startswith("transformers."):
-            reason = f"shows no attention module: {INTERFACE}; su.families.register teaches where others are"
-        raise Refused(f"{kind} {reason}")
+    reason = "has no softmax attention layers, so it has no attention sink"
+    if not type(base).__module__.startswith("transformers."):
+        reason = (
+            f"shows no attention module: {INTERFACE}; su.families.register teaches where others are"
+        )
+    require(len(modules) > 0, f"{kind} {reason}")
     outside = f"{kind} has attention outside one list of blocks: give its text decoder"
     lists = set()  # names of the lists that contain attention modules, such as "layers"
     paths = {}  # attention module -> the numbers in its path, "3", or "1.3" of a list of lists
-    places = {}  # attention module -> index of its block
     for name, module in modules.items():
         # GPT-Neo and others wrap one attention module in another. The innermost one computes.
         if any(other.startswith(name + ".") for other in modules):
             continue
-        place = re.match(
-            r"(.*?)\.?(\d+(?:\.\d+)*)\.", name
-        )  # "layers.3.self_attn" -> "layers", "3"
+        # "layers.3.self_attn" -> "layers", "3"
+        place = re.match(r"(.*?)\.?(\d+(?:\.\d+)*)\.", name)
         if place is None:
             raise Refused(outside)
         lists.add(place[1])
-        paths[module] = place[2]
+        paths[module] = f"{place[2]}."
     require(len(lists) == 1, outside)
     stages: Any = base.get_submodule(lists.pop())
     blocks = _blocks(stages)  # path -> block
+    places = {}  # attention module -> index of its block
     for module, path in paths.items():
-        found = [
-            number for number, block in enumerate(blocks) if f"{path}.".startswith(f"{block}.")
-        ]
-        require(len(found) == 1, outside)
-        places[module] = found[0]
-    layers = places
-    if len(set(places.values())) < len(places):  # LongCat-Flash has two modules in each block
-        layers = {module: index for index, module in enumerate(places)}
-    return list(blocks.values()), layers, places
+        around = [i for i, block in enumerate(blocks) if path.startswith(f"{block}.")]
+        require(len(around) == 1, outside)
+        places[module] = around[0]
+    return list(blocks.values()), places
 
 
-def _blocks(stages: nn.ModuleList, path: str = "") -> dict[str, nn.Module]:
+def _blocks(stages: nn.Module, path: str = "") -> dict[str, nn.Module]:
     """The blocks in a list, or in a list of lists (stages), by their path in it."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in stages.named_children():
-        if isinstance(module, nn.ModuleList):
-            found |= _blocks(module, f"{path}{name}.")
-        else:
-            found[f"{path}{name}"] = module
-    return found
+        nested = isinstance(module, nn.ModuleList)
+        blocks |= _blocks(module, f"{path}{name}.") if nested else {f"{path}{name}": module}
+    return blocks
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
@@ -200,12 +186,9 @@ def chooses_attention(module: nn.Module) -> bool:
 
 def configurations(model: nn.Module) -> list[Any]:
     """Every configuration in a model that names an attention function, without duplicates."""
-    found = {}  # by identity: configurations are not hashable
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
-    return list(found.values())
+    every = [getattr(module, "config", None) for module in model.modules()]
+    # by identity: configurations are not hashable
+    return [*{id(x): x for x in every if hasattr(x, "_attn_implementation")}.values()]
 
 
 def streams_of(family: str, x: Tensor, width: int) -> Tensor | None:
@@ -271,11 +254,9 @@ def window_of(mask: Tensor, texts: Sequence[slice] = ()) -> int | None:
         longest = max(texts, key=lambda text: text.stop - text.start)
         seen = seen[longest, longest]
     width = int(seen[-1].sum())  # keys that the last query sees
-    if width == len(seen):
-        return None
     # A sliding window shows each query itself and the `width - 1` keys before it.
     band = torch.ones_like(seen).tril().triu(1 - width)
-    return width if torch.equal(seen, band) else None
+    return width if width < len(seen) and torch.equal(seen, band) else None
 
 
 def widened(value: Any) -> Any:
@@ -316,16 +297,13 @@ class Call(NamedTuple):
     @property
     def size(self) -> float:
         """The scale for errors of the output: the largest |element| of v, at least 1."""
-        largest = float(self.v.abs().max())
-        return max(1.0, largest)
+        return max(1.0, float(self.v.abs().max()))
 
     @property
     def scale(self) -> float:
         """The factor of the logits, q k^T * scale; by default 1 / sqrt(D)."""
         scale = self.kwargs.get("scaling")
-        if scale is not None:
-            return float(scale)
-        return float(self.q.shape[-1] ** -0.5)
+        return float(self.q.shape[-1] ** -0.5 if scale is None else scale)
 
     @property
     def sink(self) -> Tensor | None:
@@ -366,30 +344,6 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def as_named(call: Call, function: Function) -> Any:
-    """The output of the attention function that the model names, for a module that is not read."""
-    mask = call.mask
-    if mask is not None and function is call.eager:
-        mask = additive(mask, call.q.dtype)
-    return function(call.module, call.q, call.k, call.v, mask, **call.kwargs)[0]
-
-
-def by_registered(call: Call, function: Function, name: str) -> tuple[Tensor, Tensor]:
-    """The output and the weights (B, H, T, S) of an attention function that somebody registered.
-
-    name: its name in AttentionInterface. Raises ValueError if it returns no such weights.
-    """
-    out, *others = function(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
-    shape = (*call.q.shape[:3], call.k.shape[2])
-    for weights in others:
-        if isinstance(weights, Tensor) and weights.shape == shape:
-            return out, weights
-    raise Refused(
-        f"the attention function {name!r} is none of transformers', and returns no weights "
-        f"{shape} behind its output: let it return them, and they are what is measured"
-    )
-
-
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Compute some queries, `rows` (R,), of a call by the family's own eager attention.
 
@@ -414,10 +368,20 @@ def is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
     """Whether an output (B, R, H, D) equals the weights (B, H, R, S) times the values."""
     values = repeat_heads(call.v, weights.shape[1]).to(weights.dtype)
     product = weights @ values  # (B, H, R, D)
-    expected = product.transpose(1, 2)
-    tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
-    gap = (out - expected).abs().max()
-    return bool(gap <= tolerance * call.size)
+    return close(out, product.transpose(1, 2), 1e-4, 3e-2, call.size)
+
+
+def close(x: Tensor, right: Tensor, fine: float, coarse: float, size: float = 1.0) -> bool:
+    """Whether x has the shape of what is right, and is as near to it as rounding explains.
+
+    fine, coarse: how far they may be apart, as a share of `size`, in float32 and in half precision.
+    If a gap is nan, the comparison is False.
+    """
+    if x.shape != right.shape:
+        return False
+    half = min(x.dtype.itemsize, right.dtype.itemsize) < 4
+    gap = (x.float() - right.float()).abs().max()
+    return bool(gap <= (coarse if half else fine) * size)
 
 
 def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
@@ -428,17 +392,13 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     """
     # sigmoid(lse - sink) = sum of exp(logits) / (sum of exp(logits) + exp(sink))
     keys = repeat_heads(call.k, call.q.shape[1]).float()
-    logits = call.q.float() @ keys.mT * call.scale  # (B, H, R, S)
-    logits = logits + mask.float()
+    logits = call.q.float() @ keys.mT * call.scale + mask.float()  # (B, H, R, S)
     lse = logits.logsumexp(dim=-1, keepdim=True)
-    by_head = sink.float().reshape(1, -1, 1, 1)
-    left = torch.sigmoid(lse - by_head)  # (B, H, R, 1)
+    left = torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1))  # (B, H, R, 1)
     scaled = weights * left.to(weights.dtype)
-    if not is_product(out, scaled, call):
-        raise Refused(
-            f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights "
-            "sum to one, and its output differs"
-        )
+    unknown = f"{type(call.module).__name__} has a learned sink whose share is unknown"
+    is_share = is_product(out, scaled, call)
+    require(is_share, f"{unknown}: its weights sum to one, and its output differs")
     return scaled
 
 

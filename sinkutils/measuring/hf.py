@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from sinkutils.measuring import families, older, refusals, taught
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import Checking, Comparing, Looking, Measuring, Pass
 from sinkutils.measuring.refusals import Arguments, handed_over, parameters_of
-from sinkutils.measuring.tally import LeftAsFound
+from sinkutils.measuring.tally import LeftAsFound, Source
 
 # The model that is being measured. Other threads may run the same patched classes in the meantime.
 # A context variable is None in those threads, which a global variable would not be.
@@ -103,7 +103,7 @@ def _mask(self: AttentionMaskInterface, key: str) -> Function:
     return lambda **kwargs: sdpa_mask(**kwargs | options)
 
 
-class Capture:
+class Capture(Source):
     """One model whose attention is read, and the state of its current forward pass."""
 
     def __init__(self, model: nn.Module, doing: Pass) -> None:
@@ -122,9 +122,12 @@ class Capture:
         # indices of blocks without attention are left out.
         self.taught = families.TAUGHT.get(self.config.model_type)  # by the user
         if self.taught is None:
-            self.blocks, self.layers, self.places = families.attention_layers(self.base)
+            self.blocks, self.places = families.attention_layers(self.base)
         else:
-            self.blocks, self.layers, self.places = taught.layers_of(self.model, self.taught)
+            self.blocks, self.places = taught.attention_layers(self.model, self.taught)
+        self.layers = self.places
+        if len({*self.places.values()}) < len(self.places):  # as in LongCat-Flash
+            self.layers = {module: index for index, module in enumerate(self.places)}
         self.modules = set(self.base.modules())
         # Modules that attend to images, to sound or to an encoder's states
         parts = self.base.named_modules()
@@ -134,11 +137,15 @@ class Capture:
         chooses = {families.chooses_attention(module) for module in self.layers}
         if self.taught is not None and self.taught.returns_weights is not None:
             chooses = {not self.taught.returns_weights}
-        if len(chooses) > 1:
-            raise Refused(f"{self.kind} mixes attention modules of two kinds: not supported")
+        mixed = f"{self.kind} mixes attention modules of two kinds: not supported"
+        require(len(chooses) == 1, mixed)
         self.legacy = False in chooses
-        causal = [getattr(module, "is_causal", True) for module in self.layers]
-        self.needs_mask = not all(causal)
+        self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
+        # Weights are asked for only where it is needed, because that leaves hooks of transformers
+        # on the model. Some modules have no such argument, because they always return theirs.
+        asked = self.legacy and all("output_attentions" in parameters_of(m) for m in self.layers)
+        # What the forward that runs takes beside the ids
+        self.arguments = Arguments(self.outer, self.model, self.base, asked)
         self.doing = doing
         # The current pass: how often each module was called, which blocks ran, and the shape (B, T)
         # of the ids.
@@ -152,49 +159,34 @@ class Capture:
         # The last mask and its window: `_note_mask` need not look at the same mask again.
         self.mask: Tensor | None = None
         self.window: int | None = None
-        # Of texts that are packed in a row: in how many layers they were noted, and in how many of
-        # these a text saw one before it.
-        self.layers_packed: set[int] = set()
-        self.layers_mixed: set[int] = set()
+        # Of texts that are packed in a row: layer -> whether a text saw one before it
+        self.mixed: dict[int, bool] = {}
 
     @property
-    def path(self) -> str:
-        """How alpha was computed, in words for the report."""
+    def path(self) -> str:  # type: ignore[override]
         if self.legacy:
             return "eager weights"
         assert isinstance(self.doing, Measuring)
         # A module may have run both with and without a mask. It counts as fused if the kernel
         # proved right in every case.
-        trusted: dict[nn.Module, bool] = {}
-        for (module, _), right in self.doing.proved.items():
-            trusted[module] = right and trusted.get(module, True)
-        fused = sum(trusted.values())
+        proved = self.doing.proved
+        wrong = {module for (module, _), right in proved.items() if not right}
+        fused = len({module for module, _ in proved} - wrong)
         layers = len(self.calls)
         if fused == layers:
             return "fused"
         return f"fused in {fused} of {layers} layers" if fused else "exact"
 
-    @cached_property
-    def arguments(self) -> Arguments:
-        """What the forward that runs takes beside the ids."""
-        # We ask for weights only where it is needed, because the request leaves hooks of
-        # transformers on the model. Some modules have no such argument, because they always return
-        # their weights.
-        asked = self.legacy and all("output_attentions" in parameters_of(m) for m in self.layers)
-        return Arguments(self.outer, self.model, self.base, asked)
-
-    def takes(self, name: str, value: Any) -> bool | None:
-        """Whether the forward takes an entry of this name; None: see what it does there."""
+    def takes(self, name: str) -> bool | None:
         return self.arguments.takes(name)
 
     @property
-    def packed(self) -> str:
-        """Whether texts that were packed in a row saw each other, in words; "" if none were."""
-        if not self.layers_packed:
+    def packed(self) -> str:  # type: ignore[override]
+        if not self.mixed:
             return ""
-        mixed = len(self.layers_mixed)
+        mixed = sum(self.mixed.values())
         if mixed:
-            return f"see the texts before them in {mixed} of {len(self.layers_packed)} layers"
+            return f"see the texts before them in {mixed} of {len(self.mixed)} layers"
         if len(self.blocks) > len({*self.places.values()}):
             return "kept apart in attention; layers without it may carry one into the next"
         return "kept apart"
@@ -267,17 +259,14 @@ class Capture:
             found = streams if found is None else found
         if found is None:
             refusals.check_length(self.kind, longer or self.shape[1], self.shape[1])
-            raise Refused(
-                f"{self.kind} has a block that shows no hidden states (B, T, d): give norms=False"
-            )
+            shows = "has a block that shows no hidden states (B, T, d)"
+            raise Refused(f"{self.kind} {shows}: give norms=False")
         return found
 
     def _see_weights(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Read the weights that a legacy module returns, and take them out of its output."""
-        maps = []
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-1] == x.shape[-2]:
-                maps.append(x)
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        maps = [x for x in tensors if x.ndim == 4 and x.shape[-1] == x.shape[-2]]
         if len(maps) != 1:
             return output  # the module is not counted, and `finish` will report it
         (weights,) = maps  # (B, H, T, T)
@@ -315,16 +304,18 @@ class Capture:
         if module not in self.modules:  # of another model in this thread, such as a draft
             return families.chunk(call, call.rows)[0], None
         if module in self.aside:  # an encoder of images, for instance
-            return families.as_named(call, function), None
+            if attention_mask is not None and function is eager:
+                attention_mask = families.additive(attention_mask, query.dtype)
+            return function(module, query, key, value, attention_mask, **kwargs)[0], None
         length = query.shape[2]
         if self.taught is not None and module not in self.layers:
             raise refusals.Unreadable(f"{type(module).__name__} {taught.UNNAMED}")
         # More keys than tokens would be keys of a cache or an encoder, which are not in the text.
-        if module not in self.layers or key.shape[2] != length + self.doing.front:
-            raise Refused(
-                f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: "
-                "alpha_k is of tokens, in layers that stand in one list of blocks"
-            )
+        require(
+            module in self.layers and key.shape[2] == length + self.doing.front,
+            f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: alpha_k "
+            "is of tokens, in layers that stand in one list of blocks",
+        )
         refusals.check_length(self.kind, length, self.shape[1])
         refusals.check_heads(self.model, query.shape[1])
         self.calls[module] += 1
@@ -348,9 +339,8 @@ class Capture:
         if self.doing.front:
             return
         texts = self.doing.texts
-        if mask is None:
-            mixed = any(text.start > 0 for text in texts)
-        else:
+        mixed = any(text.start > 0 for text in texts)
+        if mask is not None:
             if mask is not self.mask:  # several layers often share one mask
                 self.mask = mask
                 self.window = families.window_of(mask, texts)
@@ -358,14 +348,11 @@ class Capture:
                 self.windows[layer] = self.window
             mixed = bool(texts) and families.sees_others(mask, texts)
         if len(texts) > 1:
-            self.layers_packed.add(layer)
-        if mixed:
-            self.layers_mixed.add(layer)
+            self.mixed[layer] = mixed or self.mixed.get(layer, False)
 
     # --- passes
 
     def is_changed_by(self, name: str, ids: Tensor, entries: Mapping[str, Any]) -> bool:
-        """Whether an entry changes the hidden states of the pass on ids (B, T)."""
         measuring = self.doing
         without = {other: x for other, x in entries.items() if other != name}
         seen = []
@@ -407,8 +394,8 @@ class Capture:
         return self.outer(input_ids=ids.to(self.device), **given)
 
     @property
-    def tokens_a_batch(self) -> int:
-        """The most tokens in one forward pass, so that it computes at most 2**27 logits."""
+    def tokens_a_batch(self) -> int:  # type: ignore[override]
+        """At most 2**27 logits are computed in a pass."""
         # No logits are computed if we call `base`, and next to none with `logits_to_keep`.
         if self.outer is self.base or "logits_to_keep" in self.arguments.options:
             return 2**27
@@ -430,22 +417,19 @@ class Capture:
         for module, block in self.places.items():
             if block > last:
                 continue
+            times = {self.calls[other] for other in self.layers}
             reason = ""
             if self.ran and block not in self.ran:
                 reason = f"it skips block {block + 1}"
             elif self.calls[module] == 0:
                 reason = f"{names[module]} {taught.SILENT if self.taught else refusals.SILENT}"
+            elif self.calls[module] > 1 and len(times) == 1 and len(self.layers) > 1:
+                reason = f"its layers run {max(times)} times a token: none has one attention"
             elif self.calls[module] > 1:
-                times = {self.calls[other] for other in self.layers}
                 reason = f"{names[module]} {refusals.TWICE}"
-                if len(times) == 1 and len(self.layers) > 1:
-                    reason = (
-                        f"its layers run {max(times)} times a token, so that none has one attention"
-                    )
             require(not reason, f"{self.kind} cannot be measured: {reason}")
 
     def check_positions(self, positions: int) -> None:
-        """Raise ValueError if a row has more positions than the model knows."""
         refusals.check_positions(self.model, self.table, positions)
 
     def check(self, text: Tensor, ids: Tensor, entries: Mapping[str, Any]) -> None:
@@ -453,8 +437,6 @@ class Capture:
 
         There are two such cases: a token attends to later tokens, or the function that the model
         names disagrees with the eager function, whose weights we read.
-        text: (1, T), a short one without a token twice. ids, entries: a pass to come, which is
-            looked at instead if the model does not run on the text alone.
         """
         measuring = self.doing
         try:
@@ -478,9 +460,8 @@ class Capture:
             self._pass(ids, entries)
         named = comparing.differs
         if named and self.needs_mask:
-            raise refusals.Unreadable(
-                f"{self.kind} sees later tokens by its attention {named!r}, with is_causal off"
-            )
+            later = f"sees later tokens by its attention {named!r}, with is_causal off"
+            raise refusals.Unreadable(f"{self.kind} {later}")
         if named:
             raise refusals.Unreadable(
                 f"{self.kind} computes something else by its attention {named!r} than by the "
@@ -494,10 +475,8 @@ def _embedding(model: Any) -> Tensor:
     try:
         module = model.get_input_embeddings()
     except NotImplementedError:
-        embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
-        module = next(embeddings, None)
-    table: Tensor | None = getattr(module, "weight", None)
-    if table is None:
-        kind = type(model).__name__
-        raise Refused(f"{kind} embeds no tokens: sinks are measured on causal LMs")
-    return table
+        module = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    table: Any = getattr(module, "weight", None)
+    kind = type(model).__name__
+    require(table is not None, f"{kind} embeds no tokens: sinks are measured on causal LMs")
+    return table  # type: ignore[no-any-return]

@@ -1,38 +1,61 @@
-"""Loading language models, by a name (of Table 8 or newer), a hub id or a path."""
+"""Loading language models, by a name (of Table 8 or newer), a hub id or a path.
+
+What transformers would read wrongly, or without a word, is refused with advice.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import pickle
 import re
+import struct
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
-from sinkutils.checks import Refused, choice
+from sinkutils.checks import choice, require
 from sinkutils.checks import device as find_device
-from sinkutils.measuring.measure import token_ids
-from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
-from sinkutils.measuring.weights import (
-    NEWER,
-    base_of_adapter,
-    broken_gguf,
-    check_loaded,
-    check_path,
-    gguf_file,
-    other_names,
+from sinkutils.measuring.probes import WithoutTokenizer
+from sinkutils.measuring.real import (
+    REAL_MODELS,
+    ModelUnavailable,
+    hub_id,
+    hub_reachable,
+    model_folder,
 )
-from sinkutils.model.decoder import TransformerLM
-from sinkutils.paths import PAPER, read_csv
+from sinkutils.paths import read_yaml
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 ONE_STATE = "revision is of a hub id, and {0!r} has one state only: leave it out"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 TEKKEN = "tekken.json"  # the tokenizer of Mistral's own format
+# Reasons why a model does not load
+PICKLED = "a .bin file that is cut, or holds more than tensors, which could run any code"
+OFFLINE = "is not in the local cache and the hub cannot be reached: connect, or give a local folder"
+ADAPTER = "adapter_config.json"
+# The beginning of a weight's name: "model.layers.3." -> "model.layers.", "3".
+BLOCK = re.compile(r"(.*?)(\d+)\.")
+PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # of a GGUF file that was split
+# For example, transformers 4 does not find the rotary base of version 5, and takes its default.
+NEWER = "was saved by a later transformers, whose files this one reads wrongly: update transformers"
+MADE_OF = "load the model that it was made of"
+# What other files hold, what has to be done first, and which weights tell of quantisation
+FOREIGN = read_yaml(Path(__file__).with_name("foreign.yaml"))
+# Weights in a file that a sink does not depend on: scales of a quantised cache, and tables that a
+# model computes itself.
+HARMLESS = re.compile(
+    r"\.(k|v|q|kv|qk|prob)_(\w+_)?scale$|_proj\.(output|k|v)_scale$|\.(rotary_emb\.)?inv_freq$"
+    r"|\.attn\.(masked_)?bias$"
+)
 
 
 def load_lm(
@@ -48,19 +71,19 @@ def load_lm(
     path = Path(name_or_path)
     kind = find_dtype(dtype)
     target = None if device == "auto" else find_device(device)
-    # The name is one of three: a local path, a model from pip, or a model on the hub.
+    # The name is that of a local path, of a model from pip, or of one on the hub.
     here = name != "" and path.exists()
     lowered = name.lower()  # REAL_MODELS has lower-case names
     real = not here and lowered in REAL_MODELS
-    if revision is not None and (here or real):
-        raise Refused(ONE_STATE.format(name))
-    if here:
-        check_path(path)
-        where = name
-    elif real:
+    require(revision is None or not (here or real), ONE_STATE.format(name))
+    reason = why_not(path) if here else ""
+    if reason:
+        raise ModelUnavailable(f"{name!r} {reason}")
+    where = name
+    if real:
         where = str(model_folder(lowered))
-    else:
-        where = _hub_id(name)
+    elif not here:
+        where = hub_id(name)
     model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
     if real:  # reports shall show this name, not the path of a cache folder
         model.name_or_path = model.config.name_or_path = lowered
@@ -73,23 +96,7 @@ def find_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     choice("dtype", name, DTYPES)
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def _hub_id(name: str) -> str:
-    """The hub id of a model of Table 8. Any other name is taken for a hub id already.
-
-    Raises ModelUnavailable for a name that looks like a path.
-    """
-    if name.lower().endswith((".gguf", ".safetensors", ".bin")):
-        raise ModelUnavailable(f"there is no file {name!r}")
-    if not name or name.startswith((".", "/", "~")):
-        raise ModelUnavailable(f"there is no folder {name!r}")
-    for row in read_csv(PAPER / "models.csv"):
-        if row["name"].lower() == name.lower():
-            return row["hub_id"]
-    return name
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _load_transformers(
@@ -104,14 +111,9 @@ def _load_transformers(
     target: the device; None lets accelerate choose the devices.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-    try:
-        from transformers.utils.logging import set_tqdm_hook
-    except ImportError:  # transformers 4
-        from sinkutils.measuring.older import set_tqdm_hook
-
-    # We ask once whether the hub answers. Offline, its library would retry each file for half a
-    # minute.
+    # Asked once. Offline, the hub's library would retry each file for half a minute.
     path = Path(name)
     local = path.exists()
     complete = local and Path(base_of_adapter(path) or name).exists()
@@ -128,25 +130,28 @@ def _load_transformers(
         common["gguf_file"] = gguf.name
     if dtype is None:
         dtype = torch.float32 if find_device(target).type == "cpu" else "auto"
-    bars = set_tqdm_hook(_plain_bar)
+    options: dict[str, Any] = common | {
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `check_loaded` below names and refuses them
+        "dtype": dtype,
+        "device_map": "auto" if target is None else None,
+    }
+    set_hook = getattr(logging, "set_tqdm_hook", lambda _: None)  # transformers 4 has none
+    bars = set_hook(_plain_bar)
     try:
-        options: dict[str, Any] = {
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,  # `check_loaded` below names and refuses them
-            "dtype": dtype,
-            "device_map": "auto" if target is None else None,
-        }
-        model, info = _from_pretrained(where, **options, **common)
+        model, info = _from_pretrained(where, **options)
         names = other_names(model, info)
         if names:
-            model, info = _from_pretrained(where, key_mapping=names, **options, **common)
-        tokenizer: Any = WithoutTokenizer(model, (path / TEKKEN).is_file())
+            model, info = _from_pretrained(where, key_mapping=names, **options)
+        tokenizer: Any = WithoutTokenizer(model)
         if not local or gguf or _has_tokenizer(path):
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
+        elif (path / TEKKEN).is_file():
+            tokenizer.why = f"its tokenizer, {TEKKEN}, needs: pip install mistral-common"
     except Exception as error:  # anything: wrong shapes, broken JSON, a missing package, ..
         raise ModelUnavailable(_why(name, offline, error)) from error
     finally:
-        set_tqdm_hook(bars)
+        set_hook(bars)
     check_loaded(name, model, info)
     if target:
         model.to(target)
@@ -157,17 +162,16 @@ def _from_pretrained(where: Any, **options: Any) -> Any:
     """A causal LM, or a model of pictures and text, with its loading info."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    try:
-        return AutoModelForCausalLM.from_pretrained(where, **options)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
+    first: ValueError | None = None
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
-            return AutoModelForImageTextToText.from_pretrained(where, **options)
-        except ValueError as other:
-            if "Unrecognized configuration class" not in str(other):
+            return kind.from_pretrained(where, **options)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
                 raise
-        raise
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -178,51 +182,168 @@ def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _has_tokenizer(folder: Path) -> bool:
     """Whether a folder has files of a tokenizer that can be read here."""
-    patterns = list(TOKENIZER_FILES)
-    if importlib.util.find_spec("mistral_common"):
-        patterns.append(TEKKEN)
-    return any(any(folder.glob(pattern)) for pattern in patterns)
+    tekken = (folder / TEKKEN).is_file() and importlib.util.find_spec("mistral_common")
+    return bool(tekken) or any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
-class WithoutTokenizer:
-    """Stands in for a missing tokenizer. It is enough for the random and the repeated probe."""
-
-    bos_token_id = None
-
-    def __init__(self, model: Any, tekken: bool = False) -> None:
-        self.why = "this folder has no tokenizer files"
-        if tekken:
-            self.why = f"the tokenizer of this folder, {TEKKEN}, needs: pip install mistral-common"
-        if isinstance(model, TransformerLM):
-            size = model.config.vocab_size
-        else:
-            size = len(model.get_input_embeddings().weight)
-        self.vocabulary = {f"<{i}>": i for i in range(size)}
-        self.all_special_ids: set[int] = set()
-        for role in ("bos", "eos", "pad"):
-            self.all_special_ids |= token_ids(model, f"{role}_token_id")
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.vocabulary
-
-    def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise Refused(f"{self.why}; without it, only random and repeated ids can be made")
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return " ".join(f"<{int(i)}>" for i in ids)
+# --- before a model is loaded
 
 
-def hub_reachable() -> bool:
-    """Whether the hub answers within five seconds."""
-    from huggingface_hub import constants, get_session
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file at this path, or the first in a folder without a config.json; else None."""
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    return files[0] if files and not (path / "config.json").exists() else None
 
-    if constants.HF_HUB_OFFLINE:
-        return False
+
+def base_of_adapter(path: Path) -> str | None:
+    """The base model that an adapter's folder names."""
+    name = read_config(path / ADAPTER).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The contents of a JSON file, {} if it is no JSON object: transformers says what is wrong."""
     try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # of httpx or of requests: it depends on the version of huggingface_hub
-        return False
-    return True
+        contents = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return contents if isinstance(contents, dict) else {}
+
+
+def why_not(path: Path) -> str:
+    """Why a path holds no model that transformers reads, with advice; "" if it may hold one."""
+    if path.is_file() and path.suffix != ".gguf":
+        return "is a file: give the folder that holds it"
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        small = file.is_file() and file.stat().st_size < 1024
+        if small and file.read_bytes().startswith(b"version https://git-lfs"):
+            return f"has git-lfs pointers in place of files ({file.name}): run `git lfs pull` in it"
+    gguf = gguf_file(path)
+    if gguf:
+        return _why_no_gguf(gguf, path)
+    if (path / ADAPTER).is_file():
+        return _why_no_adapter(path)
+    if (path / "config.json").is_file():
+        if not read_config(path / "config.json"):
+            return "has a config.json that is no JSON object, or empty"
+        return _why_unread(path) or _why_not_these(path)
+    for config in path.glob("*/config.json"):  # perhaps a training's folder of checkpoints
+        return f"has no config.json: give a folder in it, {str(config.parent)!r} for instance"
+    return f"has no config.json: {_what_it_is(path) or 'is it the folder of a model?'}"
+
+
+def _what_it_is(path: Path) -> str:
+    for pattern, what in FOREIGN["converted"].items():
+        if any(path.glob(pattern)) or any(path.glob(f"*/{pattern}")):
+            return f"it holds {what}"
+    return ""
+
+
+def _why_no_gguf(file: Path, path: Path) -> str:
+    part = PART.search(file.name)
+    files = [*path.glob("*.gguf")]
+    if len(files) > 1 and not part:
+        return f"holds {len(files)} GGUF files: give one of them, {str(file)!r}"
+    if part and int(part[1]) > 1:
+        return (
+            f"is one of {int(part[1])} parts of a model, and transformers reads one file: join "
+            "them first (llama-gguf-split --merge)"
+        )
+    with file.open("rb") as opened:
+        start = opened.read(24)
+    whole = start.startswith(b"GGUF") and len(start) == 24
+    return "" if whole else "is no GGUF file, or is cut off"
+
+
+def _why_no_adapter(path: Path) -> str:
+    base = base_of_adapter(path)
+    if base is None:
+        return f"has an {ADAPTER} that names no base model"
+    is_path = base.startswith((".", "/", "~")) or base.count("/") > 1 or "\\" in base
+    if is_path and not Path(base).exists():
+        return f"names the base model {base!r} in {ADAPTER}, and that is not there: write it anew"
+    both = [file.name for file in path.glob("model*.safetensors")]
+    if both and (path / "config.json").is_file():
+        warnings.warn(
+            f"{str(path)!r} holds an adapter and a whole model ({min(both)}): the adapter is "
+            f"loaded, on {base!r}",
+            stacklevel=4,
+        )
+    return ""
+
+
+def _why_unread(path: Path) -> str:
+    """The scheme of quantisation that config.json names, if transformers does not know it."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    config = read_config(path / "config.json")
+    scheme = config.get("quantization_config")
+    scheme = scheme if isinstance(scheme, dict) else {}
+    method = scheme.get("quant_method")
+    mlx = isinstance(config.get("quantization"), dict) or {"group_size", "bits"} <= scheme.keys()
+    if method is None and mlx:
+        name = "MLX"
+    elif (path / "hf_quant_config.json").is_file() or method == "modelopt":
+        name = "ModelOpt"
+    elif method is not None and method not in (*KNOWN, "bitsandbytes"):
+        name = str(method)
+    elif method is None and scheme and not {"load_in_8bit", "load_in_4bit"} & scheme.keys():
+        name = f"a scheme without a name ({', '.join(sorted(scheme)[:3])})"
+    else:
+        return ""
+    advice = "dequantise it (mlx_lm.convert --dequantize), or " if name == "MLX" else ""
+    return f"is quantised by {name}, which this transformers does not read: {advice}{MADE_OF}"
+
+
+def _why_not_these(path: Path) -> str:
+    """Why it is not clear which of a folder's files of weights are meant.
+
+    transformers takes the first that is there of model.safetensors, its index of shards,
+    pytorch_model.bin and its index.
+    """
+    single, index = new = [path / "model.safetensors", path / "model.safetensors.index.json"]
+    old = [path / "pytorch_model.bin", path / "pytorch_model.bin.index.json"]
+    new, old = ([file for file in files if file.is_file()] for files in (new, old))
+    if not new and not old and (what := _what_it_is(path)):
+        return f"has no model.safetensors: {what}"
+    if len(new) == 2 and (other := _first_difference(single, index)):
+        return (
+            f"holds model.safetensors and the shards of {index.name}, and they differ ({other}); "
+            "transformers would load the former without a word: move away those that you do not mean"
+        )
+    if new and old and old[0].stat().st_mtime > new[0].stat().st_mtime + 60:
+        warnings.warn(
+            f"{str(path)!r} holds {new[0].name} and {old[0].name}, which is newer: the former is "
+            "loaded",
+            stacklevel=4,
+        )
+    return ""
+
+
+def _first_difference(single: Path, index: Path) -> str | None:
+    """A weight in which a file and the shards of an index differ, or None."""
+    places = read_config(index).get("weight_map")
+    if not isinstance(places, dict) or set(places.values()) <= {single.name}:
+        return None
+    with safe_open(single, "pt") as one:
+        keys = set(one.keys())
+        if keys != set(places):
+            return str(min(keys ^ set(places)))
+        for file in sorted(set(places.values())):
+            shard = single.with_name(str(file))
+            if not shard.is_file():
+                return f"{file} is not there"
+            with safe_open(shard, "pt") as other:
+                for key in (key for key, place in places.items() if place == file):
+                    there = key in other.keys()
+                    if not there or not torch.equal(one.get_tensor(key), other.get_tensor(key)):
+                        return str(key)
+    return None
+
+
+# --- after it is loaded, or not
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
@@ -232,35 +353,158 @@ def _why(name: str, offline: bool, error: Exception) -> str:
         message = f"transformers looked up {message} and found nothing of that name"
     path = Path(name)
     find_spec = importlib.util.find_spec  # returns None if a package is not installed
-    if gguf_file(path):
-        if find_spec("gguf") is None:
-            return f"{name!r} is a GGUF file: pip install gguf"
-        if broken_gguf(error):
-            return f"{name!r} could not be loaded: the GGUF file is cut or broken: {message[:200]}"
-    adapter = path / "adapter_config.json"
-    if adapter.exists() and find_spec("peft") is None:
-        return f"{name!r} holds an adapter of another model: pip install peft"
+    gguf = gguf_file(path)
+    damaged = (struct.error, IndexError, KeyError, OverflowError, EOFError, UnicodeDecodeError)
+    broken = isinstance(error, damaged)
+    broken = broken or (isinstance(error, ValueError) and "support" not in message)
     # PyTorch's own advice, to load without weights_only, would run any code that the file holds.
-    cut = "pytorch checkpoint file" in message  # the message of transformers 4 for a cut file
-    if cut or "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
-        return (
-            f"{name!r} has a .bin file that is cut, or holds more than tensors, which could run "
-            "any code: not loaded"
-        )
-    if "deserializing header" in message:
-        return (
-            f"{name!r} could not be loaded: its .safetensors file is cut or is something else: "
-            f"{message[:200]}"
-        )
-    if "TokenizersBackend" in message:
-        return f"{name!r} {NEWER}"
-    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
-        return f"{name!r} is no causal language model: transformers has none for {found[1]}"
-    if offline:
-        base = base_of_adapter(path)
-        wanted = f"{base!r}, the base model of the adapter {name!r}," if base else repr(name)
-        return (
-            f"{wanted} is not in the local cache and the hub cannot be reached: "
-            "connect, or give a local folder"
-        )
-    return f"{name!r} could not be loaded: {message[:300]}"
+    # transformers 4 speaks of a pytorch checkpoint file where it is cut.
+    pickled = isinstance(error, pickle.UnpicklingError | EOFError)
+    pickled = pickled or "weights_only" in message or "pytorch checkpoint file" in message
+    kind = re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message)
+    base = base_of_adapter(path)
+    is_adapter = (path / ADAPTER).exists()
+    failed = "could not be loaded:"
+    start = message[:200]
+    # The reason is the first of these sentences whose condition holds.
+    reasons = (
+        (gguf and not find_spec("gguf"), "is a GGUF file: pip install gguf"),
+        (gguf and broken, f"{failed} the GGUF file is cut or broken: {start}"),
+        (
+            is_adapter and not find_spec("peft"),
+            "holds an adapter of another model: pip install peft",
+        ),
+        (pickled, f"has {PICKLED}: not loaded"),
+        (
+            "deserializing header" in message,
+            f"{failed} its .safetensors file is cut or is something else: {start}",
+        ),
+        ("TokenizersBackend" in message, NEWER),
+        (kind, f"is no causal language model: transformers has none for {kind and kind[1]}"),
+        (offline and base, f"is an adapter of {base!r}, which {OFFLINE}"),
+        (offline, OFFLINE),
+        (True, f"{failed} {message[:300]}"),
+    )
+    reason = next(says for holds, says in reasons if holds)
+    return f"{name!r} {reason}"
+
+
+def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
+    """Raise ModelUnavailable if a file's weights do not fit the model, or its version is too new.
+
+    transformers itself only logs a line: it fills missing weights with random numbers, and drops
+    unknown ones. A sink measured on such a model would mean nothing. A warning is enough if no
+    block depends on them: if the unembedding is missing, or weights of another head, or of layers
+    that predict further tokens (MTP), are unused.
+    info: the loading info of `from_pretrained`.
+    """
+    # Compare the major versions: 5 of 5.17.0.
+    installed, *_ = version("transformers").split(".")
+    saved = re.match(r"\d+", str(getattr(model.config, "transformers_version", "")))
+    if saved and int(saved[0]) > int(installed):
+        raise ModelUnavailable(f"{name!r} {NEWER}")
+    adapter = (Path(name) / ADAPTER).is_file()
+    config = ADAPTER if adapter else "config.json"
+    message = f"the weights of {name!r} are not those of its {config}: "
+    missing = sorted(info["missing_keys"])
+    unused = sorted(key for key in info["unexpected_keys"] if not HARMLESS.search(key))
+    mismatched = sorted(info.get("mismatched_keys", ()))
+    for key in unused if missing or mismatched else ():
+        scheme = FOREIGN["quantised"].get(key.rpartition(".")[2])
+        if scheme:
+            raise ModelUnavailable(
+                f"the weights of {name!r} are quantised ({key}: {scheme}), which its config.json "
+                f"does not say: {MADE_OF}"
+            )
+    if mismatched:
+        raise ModelUnavailable(message + _sizes(mismatched, config, model))
+    # The number of such weights, and the name of one
+    message += f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    if _in_base(model, missing) or _leaves_out_a_block(model, unused):  # missing ones are random
+        advice = "rename them in the file, or mend config.json"
+        if adapter:
+            advice = "is the file whole, and of this base model?"
+        if Path(name).suffix == ".gguf":
+            advice = "is it a part of a model, or cut?"
+        raise ModelUnavailable(f"{message}; {advice}")
+    if missing:
+        message += "; attention does not depend on them, but the logits are random"
+    if missing or unused:
+        warnings.warn(message, stacklevel=5)
+    whole = None if getattr(model, "is_quantized", False) else _whole_numbers(Path(name))
+    if whole:
+        says = "they are quantised, and config.json does not say how"
+        raise ModelUnavailable(f"{name!r} holds whole numbers ({whole}): {says}: {MADE_OF}")
+
+
+def _whole_numbers(path: Path) -> str | None:
+    """A matrix of integers among the weights in a folder, with its type, or None."""
+    for file in path.glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():  # it is no dict
+                part = opened.get_slice(key)
+                kind = part.get_dtype()
+                if key.endswith(".weight") and len(part.get_shape()) > 1 and kind[0] in "IU":
+                    return f"{key}: {kind}"
+    return None
+
+
+def other_names(model: Any, info: dict[str, Any]) -> dict[str, str]:
+    """How `from_pretrained` has to rename weights whose base model has another name in the file.
+
+    In a question answering model of LLaMA it is "transformer", and "model" in its causal LM.
+    {} if that does not explain all missing weights of the base model.
+    """
+    name = f"{model.base_model_prefix}."
+    unexpected = info["unexpected_keys"]
+    missing = {key for key in info["missing_keys"] if key.startswith(name)}
+    for other in {key.partition(".")[0] + "." for key in unexpected if missing}:
+        if missing <= {name + key.removeprefix(other) for key in unexpected}:
+            return {f"^{re.escape(other)}": name}
+    return {}
+
+
+def _sizes(mismatched: Sequence[Any], config: str, model: Any) -> str:
+    """In words, which weights have another size, and what may be the reason."""
+    more = f" (and {len(mismatched) - 1} more)"
+    first = mismatched[0]
+    if not isinstance(first, tuple):  # transformers 4 gives the name alone
+        return f"{first} has another size{more}"
+    key, in_file, in_model = first
+    said = f"{key} is {tuple(in_file)} in the file and {tuple(in_model)} by {config}{more}"
+    if config == ADAPTER:
+        # lora_A is (rank, width of the base), and lora_B (width of the base, rank).
+        rank = 0 if "lora_A" in key else 1
+        what = "base model" if in_file[rank] == in_model[rank] else "rank (r)"
+        return f"{said}: is it of another {what}?"
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabularies = {len(table.weight) for table in tables if table is not None}
+    resized = all(
+        rows[0] != own[0] and rows[1:] == own[1:] and own[0] in vocabularies
+        for _, rows, own in mismatched
+    )
+    reason = "was the vocabulary resized without saving" if resized else None
+    return f"{said}: {reason or 'are they of a model of another size'}?"
+
+
+def _in_base(model: Any, missing: Sequence[str]) -> bool:
+    """Whether some missing weights belong to the blocks, and not to the head above them only."""
+    base = model.base_model
+    own = {id(parameter) for parameter in base.parameters()}
+    head = {key for key, value in model.named_parameters() if id(value) not in own}
+    return any(key not in head for key in missing)
+
+
+def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
+    """Whether unused weights belong to a block that the model should have.
+
+    MTP layers do not count. Their weights are numbered as blocks behind the last one.
+    """
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", 0)
+    predicting = getattr(config, "num_nextn_predict_layers", 0) or 0  # number of MTP layers
+    further = range(count, count + predicting)
+    # The names of the lists of blocks in the model, such as "model.layers."
+    lists = {match[1] for key in model.state_dict() if (match := BLOCK.match(key))}
+    blocks = [match for key in unused if (match := BLOCK.match(key))]
+    return any(block[1] in lists and int(block[2]) not in further for block in blocks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, repeat
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import integer, real, require, short
-from sinkutils.measuring.arrays import as_tensor
+from sinkutils.checks import Refused, integer, real, require, short
 from sinkutils.measuring.batches import dense
 from sinkutils.measuring.measure import distinct_pairs
 from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
@@ -63,9 +62,9 @@ def report(
     Raises ValueError, with the layer, for maps that are not causal, whose rows do not sum to one,
     or whose shapes do not fit together, and for nan.
     """
-    require((maps is None) == (q is not None), "give either maps, or q and k")
-    require((q is None) == (k is None), "queries need keys: give both q and k")
     from_maps = maps is not None
+    require(from_maps == (q is None), "give either maps, or q and k")
+    require((q is None) == (k is None), "queries need keys: give both q and k")
     alone = "sinks and scale belong to q and k: in maps they are accounted for already"
     require(not from_maps or (sinks is None and scale is None), alone)
     whole = "normalised and star belong to maps: q and k are those of a softmax"
@@ -78,27 +77,22 @@ def report(
     windows: dict[int, int | None] = {}
     tally: Tally | None = None
     for layer, arrays in enumerate(layers):
-        if next(iter(arrays.values())) is None:
+        first, *_ = arrays.values()
+        if first is None:
             continue
         windows[layer] = window_of(window, layer)
-        tensors = {}
-        for part, x in arrays.items():
-            if x is not None:
-                tensors[part] = array_of(part, layer, x)
-        first = next(iter(tensors.values()))
+        tensors = {part: array_of(part, layer, x) for part, x in arrays.items() if x is not None}
+        first, *_ = tensors.values()
         B, T = first.shape[0], first.shape[2]
         if tally is None:
             shape = B, T
             checked = check_targets(targets, T)
             tally = Tally(checked, T, norms=False, heads=distinct_pairs(heads))
-        require(
-            (B, T) == shape,
-            f"layer {layer + 1} has {B} texts of {T} tokens, and the first layer {shape[0]} of "
-            f"{shape[1]}",
-        )
+        of_first = f"the first layer {shape[0]} of {shape[1]}"
+        require((B, T) == shape, f"layer {layer + 1} has {B} texts of {T} tokens, and {of_first}")
         if from_maps:
             weights = shares_of(tensors["maps"], layer, normalised, star)
-            tally.add_weights(layer, [tally.reduced(layer, weights, star)])
+            tally.add(layer, [tally.reduced(layer, weights, star)])
         else:
             add_softmax(tally, layer, scale=scale, window=windows[layer], **tensors)
     require(tally is not None, "there is no layer: maps, or q and k, are empty")
@@ -116,24 +110,16 @@ def report(
 
 def layers_of(**parts: Iterable[Any] | None) -> Iterable[dict[str, Any]]:
     """For each layer its arrays by name. Raises ValueError if there are not equally many of each."""
-    iterators: dict[str, Iterator[Any]] = {}
-    for name, values in parts.items():
-        if values is None:
-            iterators[name] = repeat(None)
-            continue
-        require(
-            isinstance(values, Iterable), f"{name} must be arrays, one a layer; got {short(values)}"
-        )
-        iterators[name] = iter(values)
+    given = {name: values for name, values in parts.items() if values is not None}
+    for name, values in given.items():
+        wanted = f"{name} must be arrays, one a layer"
+        require(isinstance(values, Iterable), f"{wanted}; got {short(values)}")
     end = object()
-    for layer in count():
-        row = {name: next(values, end) for name, values in iterators.items()}
-        ended = [name for name, x in row.items() if x is end]
-        if ended:
-            given = [name for name, x in row.items() if x is not end and parts[name] is not None]
-            require(not given, f"there are {layer} layers of {ended}, and more of {given}")
-            return
-        yield row
+    for layer, row in enumerate(zip_longest(*given.values(), fillvalue=end)):
+        ended = [name for name, x in zip(given, row, strict=True) if x is end]
+        others = [name for name in given if name not in ended]
+        require(not ended, f"there are {layer} layers of {ended}, and more of {others}")
+        yield dict(zip(given, row, strict=True))
 
 
 def window_of(window: int | Sequence[int | None] | None, layer: int) -> int | None:
@@ -159,19 +145,34 @@ def array_of(part: str, layer: int, x: Any) -> Tensor:
     return tensor
 
 
+def as_tensor(name: str, x: Any) -> Tensor:
+    """An array of NumPy, JAX or another framework as a tensor; a tensor as it is.
+
+    Raises ValueError, with the name, for what is no array of numbers.
+    """
+    if isinstance(x, Tensor):
+        return x
+    require(not np.ma.is_masked(x), f"{name} hides numbers by a mask, which is not read: fill them")
+    try:
+        if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
+            return torch.from_dlpack(x)
+        # A copy, because PyTorch cannot share memory that NumPy may only read.
+        copy = np.array(x)
+        return torch.from_numpy(copy.astype(copy.dtype.newbyteorder("="), copy=False))
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        got = f"{type(x).__name__}: {getattr(x, 'dtype', None) or short(x)}"
+        wanted = f"{name} must be an array of numbers that PyTorch has"
+        raise Refused(f"{wanted}, got {got}") from error
+
+
 def shares_of(weights: Tensor, layer: int, normalised: bool, star: bool) -> Tensor:
     """The shares of attention of a map. Raises ValueError if it is not what is said of it."""
     name = f"maps of layer {layer + 1}"
     T = weights.shape[2]
-    require(
-        weights.shape[3] == T,
-        f"{name} must be as many keys as queries, got the shape {tuple(weights.shape)}",
-    )
-    later = weights.triu(1).abs().amax()
-    require(
-        bool(later <= 1e-6),
-        f"{name} are not causal: a query gives {float(later):.2g} to a later key",
-    )
+    wanted = f"{name} must be as many keys as queries"
+    require(weights.shape[3] == T, f"{wanted}, got the shape {tuple(weights.shape)}")
+    later = float(weights.triu(1).abs().amax())
+    require(later <= 1e-6, f"{name} are not causal: a query gives {later:.2g} to a later key")
     wide = torch.promote_types(weights.dtype, torch.float32)
     if not normalised:
         sizes = weights.abs().to(wide)
@@ -180,17 +181,14 @@ def shares_of(weights: Tensor, layer: int, normalised: bool, star: bool) -> Tens
     low, high = (float(x) for x in sums.aminmax())
     off = ROUNDED[weights.dtype.itemsize]
     require(bool(weights.amin() >= -off), f"{name} hold negative weights: say normalised=False")
-    if star:
-        require(
-            high <= 1 + off, f"{name} have rows that sum to {high:.3g}, more than 1: star is wrong"
-        )
-    else:
-        require(
-            1 - off <= low and high <= 1 + off,
-            f"{name} have rows that sum to {low:.3g} to {high:.3g}, not to 1: say star=True if a "
-            "learned sink takes the rest, or normalised=False for weights without a fixed sum; of a "
-            "padded text give the map without its padding",
-        )
+    wrong = f"{name} have rows that sum to {high:.3g}, more than 1: star is wrong"
+    require(not star or high <= 1 + off, wrong)
+    require(
+        star or (1 - off <= low and high <= 1 + off),
+        f"{name} have rows that sum to {low:.3g} to {high:.3g}, not to 1: say star=True if a "
+        "learned sink takes the rest, or normalised=False for weights without a fixed sum; of a "
+        "padded text give the map without its padding",
+    )
     return weights
 
 
@@ -207,15 +205,11 @@ def add_softmax(
     """Add the causal softmax attention of queries and keys, a chunk of queries at a time."""
     B, H, T, D = q.shape
     fits = k.shape[0] == B and k.shape[2:] == (T, D) and H % k.shape[1] == 0
-    require(
-        fits,
-        f"q and k of layer {layer + 1} must have the shapes (B, H, T, D) and (B, G, T, D), with H "
-        f"a multiple of G; got {tuple(q.shape)} and {tuple(k.shape)}",
-    )
-    require(
-        sinks is None or sinks.shape == (H,),
-        f"sinks of layer {layer + 1} must have the shape ({H},), one logit per query head",
-    )
+    wanted = "must have the shapes (B, H, T, D) and (B, G, T, D), with H a multiple of G"
+    got = f"{tuple(q.shape)} and {tuple(k.shape)}"
+    require(fits, f"q and k of layer {layer + 1} {wanted}; got {got}")
+    one_each = f"sinks of layer {layer + 1} must have the shape ({H},), one logit per query head"
+    require(sinks is None or sinks.shape == (H,), one_each)
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(wide)
     spec = AttentionSpec(window=window, sink_logit="none" if sinks is None else "learned")
@@ -230,4 +224,4 @@ def add_softmax(
         )
         star = None if sinks is None else weights[..., 0]
         parts.append(tally.reduced(layer, weights[..., -T:])._replace(star=star))
-    tally.add_weights(layer, parts)
+    tally.add(layer, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from sinkutils.checks import Refused, integer, require, short
 from sinkutils.measuring.batches import Ids, Inputs
 from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
-from sinkutils.model.decoder import TransformerLM
 
 CHECK_TOKENS = 16  # the most tokens in the text of the check
 # Entries of a batch from which an encoder-decoder model has what its decoder reads
@@ -78,11 +78,9 @@ def measure(
     Raises ValueError for invalid inputs, and for a model that is no causal LM with softmax
     attention or cannot be measured. Raises NotFinite (a ValueError) if the attention is nan.
     """
-    require(
-        isinstance(model, nn.Module),
-        f"model must be a TransformerLM or a transformers model, got {type(model).__name__}"
-        + (": su.load_lm loads one by its name" if isinstance(model, str | os.PathLike) else ""),
-    )
+    by_name = ": su.load_lm loads one by its name" if isinstance(model, str | os.PathLike) else ""
+    wanted = "model must be a TransformerLM or a transformers model"
+    require(isinstance(model, nn.Module), f"{wanted}, got {type(model).__name__}{by_name}")
     # --- the arguments, checked before anything runs
     whole = model
     model, ids = decoded(model, ids)
@@ -117,10 +115,10 @@ def measure(
         state.evaluate(model)
         source: Source
         # Imported here, so that our own models do not need transformers, nor others ours.
-        if isinstance(model, TransformerLM):
+        if is_ours(model):
             from sinkutils.measuring.own import OwnModel
 
-            source = OwnModel(model, tally)
+            source = OwnModel(model, tally)  # type: ignore[arg-type]
         else:
             from sinkutils.measuring.hf import observe
             from sinkutils.measuring.passes import Measuring
@@ -152,6 +150,12 @@ def measure(
     return report
 
 
+def is_ours(model: Any) -> bool:
+    """Whether a model is a `TransformerLM`, without importing the module that defines it."""
+    decoder = sys.modules.get("sinkutils.model.decoder")
+    return decoder is not None and isinstance(model, decoder.TransformerLM)
+
+
 def decoded(model: Any, ids: Ids) -> tuple[Any, Ids]:
     """The decoder of an encoder-decoder model and the batch that it is handed; else both as given."""
     if not isinstance(ids, Mapping) or DECODED.isdisjoint(ids):
@@ -169,22 +173,18 @@ def check_weights(model: nn.Module) -> None:
     for path, module in model.named_modules():
         offloaded = hasattr(module, "_hf_hook")  # a hook of accelerate fetches these weights
         for name, x in module.named_buffers(path, recurse=False):
-            require(
-                not x.is_meta or offloaded,
-                f"model has a buffer on the meta device ({name}), without numbers: "
-                "load_state_dict(assign=True) leaves those there that no file holds; compute it",
-            )
+            meta = f"model has a buffer on the meta device ({name}), without numbers"
+            left = "load_state_dict(assign=True) leaves those there that no file holds; compute it"
+            require(offloaded or not x.is_meta, f"{meta}: {left}")
         for name, weight in module.named_parameters(path, recurse=False):
-            if weight.is_meta and not offloaded:
-                raise Refused(
-                    f"model has weights on the meta device ({name}), without numbers: load it first"
-                )
+            meta = f"model has weights on the meta device ({name}), without numbers: load it first"
+            require(offloaded or not weight.is_meta, meta)
             coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
-            if coarse and not getattr(model, "is_quantized", False):
-                raise Refused(
-                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
-                    "model.to(torch.bfloat16)"
-                )
+            require(
+                not coarse or getattr(model, "is_quantized", False),
+                f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
+                "model.to(torch.bfloat16)",
+            )
 
 
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> Tensor:
@@ -194,12 +194,9 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> Tensor:
     """
     # All rows at once, because each comparison waits for the device.
     tokens = torch.cat(list(rows))
-    low, high = tokens.aminmax()
-    if low < 0 or high >= vocabulary:
-        raise Refused(
-            f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
-            f"got {low}..{high}"
-        )
+    low, high = (int(x) for x in tokens.aminmax())
+    known = f"0..{vocabulary - 1}, which the model has embeddings for"
+    require(low >= 0 and high < vocabulary, f"ids must be in {known}; got {low}..{high}")
     return tokens
 
 
@@ -210,19 +207,17 @@ def short_text(tokens: Tensor, length: int) -> Tensor:
     """
     text: Tensor = tokens.unique()[: min(length, CHECK_TOKENS)]
     if len(text) == 1:
-        other = text + 1 if text == 0 else text - 1
-        text = torch.cat([text, other])
+        text = torch.cat([text, (text - 1).abs()])
     return text[None]
 
 
 def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Check (layer, head) pairs of integers, and return them without duplicates."""
+    wanted = "heads must be a sequence of (layer, head) pairs"
     try:
         pairs = [(layer, head) for layer, head in heads]
     except (TypeError, ValueError) as error:
-        raise Refused(
-            f"heads must be a sequence of (layer, head) pairs, got {short(heads)}"
-        ) from error
+        raise Refused(f"{wanted}, got {short(heads)}") from error
     checked = [(integer("layer", layer, 0), integer("head", head, 0)) for layer, head in pairs]
     return tuple(dict.fromkeys(checked))
 
@@ -231,8 +226,7 @@ def digest(rows: Sequence[Tensor]) -> str:
     """The first 16 hex digits of the ids' SHA-256. They tell whether two reports use equal ids."""
     total = hashlib.sha256()
     for row in rows:
-        ids = row.to("cpu", torch.int64).numpy()
-        total.update(ids.tobytes())
+        total.update(row.to("cpu", torch.int64).numpy().tobytes())
         total.update(b"|")  # so that two short rows differ from one long row
     return total.hexdigest()[:16]
 
@@ -265,15 +259,12 @@ def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
 
     This happens if a chat template, which writes a BOS itself, is tokenised as plain text.
     """
-    for row in rows:
-        start = row[:2].tolist()
-        if len(start) < 2 or not firsts.issuperset(start):
-            return
-    warnings.warn(
-        "each text begins with two BOS, as where a chat template that has one is tokenised as "
-        "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
-        stacklevel=3,
-    )
+    if all(len(row) > 1 and firsts.issuperset(row[:2].tolist()) for row in rows):
+        warnings.warn(
+            "each text begins with two BOS, as where a chat template that has one is tokenised as "
+            "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
+            stacklevel=3,
+        )
 
 
 def warn_of_texts(report: Report) -> None:
@@ -303,12 +294,9 @@ def token_ids(model: nn.Module, name: str) -> set[int]:
     name: an attribute such as bos_token_id, which may hold one id, a list of ids or none.
     """
     config: Any = getattr(model, "config", None)
-    parts = [config]
-    if hasattr(config, "get_text_config"):
-        parts.append(config.get_text_config())
-    for part in parts:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    for part in (config, text):
         ids = getattr(part, name, None)
         if ids is not None and ids != -1:
-            one_or_more = torch.tensor(ids, device="cpu").flatten()
-            return set(one_or_more.tolist())
+            return {*ids} if isinstance(ids, list | tuple) else {int(ids)}
     return set()

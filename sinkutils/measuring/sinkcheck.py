@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +23,15 @@ from torch import Tensor
 
 from sinkutils.checks import Refused, choice, first_line, real, require, short
 from sinkutils.measuring import faults
-from sinkutils.measuring.arrays import as_tensor
-from sinkutils.measuring.faults import DIFFERENTIABLE, FAULTS, SINK_GRADIENTS, Attention, Call
+from sinkutils.measuring.faults import (
+    DIFFERENTIABLE,
+    FAULTS,
+    SINK_GRADIENTS,
+    Attention,
+    Call,
+    oracle,
+)
+from sinkutils.measuring.maps import as_tensor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,22 +77,24 @@ def reference() -> dict[str, Case]:
     for name, (fields, cut, fine) in options.items():
         parts = tensors[name]
         inputs: dict[str, Any] = {x: parts[x].double() for x in DIFFERENTIABLE if x in parts}
-        if "documents" in parts:
-            inputs["documents"] = parts["documents"]
         gradients = {x: parts[f"d{x}"] for x in DIFFERENTIABLE if f"d{x}" in parts}
-        call = Call(**inputs, **fields)
-        cases[name] = Case(
-            call, parts["out"], parts["lse"], parts["cotangent"], gradients, cut, fine
-        )
+        call = Call(documents=parts.get("documents"), **inputs, **fields)
+        results = parts["out"], parts["lse"], parts["cotangent"]
+        cases[name] = Case(call, *results, gradients, cut, fine)
     return cases
 
 
-class Unsupported(Exception):
+class Stopped(Exception):
+    """A part cannot be compared."""
+
+    def __init__(self, says: str, verdict: str = "broken") -> None:
+        super().__init__(says)
+        self.verdict = verdict
+
+
+def unsupported(says: str) -> Stopped:
     """The kernel does not offer what a case needs."""
-
-
-class Broken(Exception):
-    """The kernel raised an error, or returned what cannot be compared."""
+    return Stopped(says, "not supported")
 
 
 @dataclass
@@ -131,26 +140,22 @@ class Checked:
         return [outcome for outcome in self.outcomes if outcome.verdict == verdict]
 
     def __str__(self) -> str:
-        counts = []
-        for verdict in ("right", "wrong", "broken", "not supported"):
-            counts.append(f"{len(self.of(verdict))} {verdict}")
+        verdicts = ("right", "wrong", "broken", "not supported")
+        counts = [f"{len(self.of(verdict))} {verdict}" for verdict in verdicts]
         lines = [f"{self.name}: {', '.join(counts)}"]
         for fault in self.faults:
-            cases = {o.case: None for o in self.outcomes if fault in (o.fits or (o.says,))}
-            lines.append(f"- {fault} (in {_some(cases)})")
-        reasons: dict[str, dict[str, None]] = {}
-        for outcome in self.of("not supported"):
-            reasons.setdefault(outcome.says, {})[outcome.case] = None
-        for reason, named in reasons.items():
-            lines.append(f"not supported: {reason} (in {_some(named)})")
+            lines.append(f"- {fault} ({_cases(self.outcomes, fault)})")
+        lacking = self.of("not supported")
+        for reason in dict.fromkeys(outcome.says for outcome in lacking):
+            lines.append(f"not supported: {reason} ({_cases(lacking, reason)})")
         return "\n".join(lines)
 
 
-def _some(names: dict[str, None]) -> str:
-    """The names, shortened to three."""
-    first = list(names)[:3]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
+def _cases(outcomes: Sequence[Outcome], reason: str) -> str:
+    """The cases in which a fault or another reason was found, shortened to three."""
+    names = [*dict.fromkeys(o.case for o in outcomes if reason in (o.fits or (o.says,)))]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"in {', '.join(names[:3])}{more}"
 
 
 def run(
@@ -196,10 +201,8 @@ def run(
     require(callable(function), f"function must be callable, got {short(function)}")
     require(dtype in TOLERANCES, f"dtype must be one of {[*TOLERANCES]}, got {dtype}")
     several: Any = reference() if cases is None else cases
-    require(
-        isinstance(several, Iterable) and not isinstance(several, str),
-        f"cases must be several names, got {short(cases)}",
-    )
+    are_names = isinstance(several, Iterable) and not isinstance(several, str)
+    require(are_names, f"cases must be several names, got {short(cases)}")
     names = [*several]
     for key in names:
         choice("each of cases", key, reference())
@@ -216,7 +219,7 @@ def run(
         case = reference()[key]
         if case.fine and dtype.itemsize < 4:
             continue
-        outcomes += check_case(key, case, kernel, limit, gradients)
+        outcomes += Comparison(key, case, kernel, limit).outcomes(gradients)
     checked = Checked(name or getattr(function, "__name__", "kernel"), outcomes)
     checked.faults = _explained(outcomes)
     return checked
@@ -246,27 +249,20 @@ class Kernel:
     def moved(self, call: Call, leaves: bool = False) -> Call:
         """A copy of the call, in the kernel's dtype. leaves: its tensors need gradients."""
         parts: dict[str, Any] = {}
-        for name in DIFFERENTIABLE:
-            x = getattr(call, name)
-            if x is not None:
-                x = x.to(self.device, self.dtype, copy=True)
-                parts[name] = x.requires_grad_() if leaves else x
-        if call.documents is not None:
-            parts["documents"] = call.documents.to(self.device, copy=True)
+        for name, x in call._asdict().items():
+            if isinstance(x, Tensor):
+                dtype = self.dtype if name in DIFFERENTIABLE else x.dtype
+                parts[name] = x.to(self.device, dtype, copy=True)
+                parts[name].requires_grad_(leaves and name in DIFFERENTIABLE)
         return call._replace(**parts)
 
-    def plain(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The output in float64, and no log-sum-exp."""
-        out, _ = self.result(self.moved(call))
-        return out.detach().cpu().double(), torch.empty(0)
-
-    def full(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp in float64."""
-        out, lse = self.result(self.moved(call), return_lse=True)
+    def values(self, call: Call, return_lse: bool = True) -> tuple[Tensor, Tensor]:
+        """The output in float64 and, if it is asked for, the log-sum-exp."""
+        out, lse = self.result(self.moved(call), return_lse)
         return out.detach().cpu().double(), lse.detach().cpu().double()
 
     def result(self, call: Call, return_lse: bool = False) -> tuple[Tensor, Tensor]:
-        """What the function returns, checked. Raises Unsupported and Broken."""
+        """What the function returns, checked. Raises Stopped."""
         given: dict[str, Any] = {}
         fields = call._asdict() | {"return_lse": return_lse or None}
         usual = {"scale": call.q.shape[-1] ** -0.5, "causal": True, "first_keys": 0}
@@ -276,67 +272,51 @@ class Kernel:
             if name in self.names or (needed and self.takes_all):
                 given[name] = False if value is None and name == "return_lse" else value
             elif needed:
-                raise Unsupported(f"it takes no {name}")
+                raise unsupported(f"it takes no {name}")
         tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
         before = {name: x.detach().clone() for name, x in tensors.items()}
         try:
             result = self.function(call.q, call.k, call.v, **given)
         except NotImplementedError as error:
-            raise Unsupported(first_line(error)) from error
+            raise unsupported(first_line(error)) from error
         except Exception as error:
-            raise Broken(f"it raises {first_line(error)}") from error
+            raise Stopped(f"it raises {first_line(error)}") from error
         for name, x in tensors.items():
             if not torch.equal(x, before[name]):
-                raise Broken(f"it overwrites its argument {name}")
+                raise Stopped(f"it overwrites its argument {name}")
         if not return_lse:
             return self._checked("the output", result, call), torch.empty(0)
         if not isinstance(result, tuple | list) or len(result) != 2:
             if "return_lse" not in self.names:
-                raise Unsupported("it ignores return_lse")
-            raise Broken("with return_lse it returns no pair of output and log-sum-exp")
+                raise unsupported("it ignores return_lse")
+            raise Stopped("with return_lse it returns no pair of output and log-sum-exp")
         out, lse = result
         return self._checked("the output", out, call), self._checked("the log-sum-exp", lse, call)
 
     def _checked(self, what: str, x: Any, call: Call) -> Tensor:
-        """A result as a tensor. Raises Broken for a wrong type, shape or dtype, and for nan."""
+        """A result as a tensor. Raises Stopped for a wrong type, shape or dtype, and for nan."""
         if isinstance(x, tuple | list):
-            raise Broken(f"{what} is a {type(x).__name__} where one tensor is due")
+            raise Stopped(f"{what} is a {type(x).__name__} where one tensor is due")
         try:
             tensor = as_tensor(what, x)
-        except ValueError as error:
-            raise Broken(str(error)) from error
+        except Refused as error:
+            raise Stopped(str(error)) from error
         B, H, T, _ = call.q.shape
         last = (call.v.shape[3],) if what == "the output" else ()
         shape = (B, H, T, *last)
         got = tuple(tensor.shape)
         if got != shape:
             swapped = ": heads and positions are swapped" if got == (B, T, H, *last) else ""
-            raise Broken(f"{what} has the shape {got} where {shape} is due{swapped}")
+            raise Stopped(f"{what} has the shape {got} where {shape} is due{swapped}")
         # A log-sum-exp may be finer than the output.
         finer = what != "the output" and tensor.dtype in (torch.float32, torch.float64)
         if tensor.dtype != self.dtype and not (finer and tensor.itemsize >= self.dtype.itemsize):
-            raise Broken(f"{what} is of {tensor.dtype} where {self.dtype} is due")
+            raise Stopped(f"{what} is of {tensor.dtype} where {self.dtype} is due")
         if tensor.is_meta or tensor.layout != torch.strided:
-            raise Broken(f"{what} is a {tensor.device.type} tensor of the layout {tensor.layout}")
+            raise Stopped(f"{what} is a {tensor.device.type} tensor of the layout {tensor.layout}")
         if not tensor.isfinite().all():
-            raise Broken(f"{what} has nan or infinite numbers")
+            raise Stopped(f"{what} has nan or infinite numbers")
         return tensor
-
-
-def check_case(
-    name: str, case: Case, kernel: Kernel, limit: float, gradients: bool
-) -> list[Outcome]:
-    """The outcomes of one case."""
-    compare = Comparison(name, case, kernel, limit)
-    if case.cut is not None:
-        return [compare.part("merged halves", kernel.full)]
-    output = compare.part("output", kernel.plain)
-    if output.verdict in ("broken", "not supported"):
-        return [output]
-    outcomes = [output, compare.part("log-sum-exp", kernel.full)]
-    if gradients and output.verdict == "right":
-        outcomes += compare.gradients()
-    return outcomes
 
 
 def played(case: Case, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -359,7 +339,7 @@ def played(case: Case, attention: Attention) -> tuple[Tensor, Tensor]:
 def faulty_results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Output and log-sum-exp of a case by each known fault."""
     case = reference()[name]
-    return {fault: played(case, change(faults.oracle)) for fault, change in FAULTS.items()}
+    return {fault: played(case, partial(wrong, oracle)) for fault, wrong in FAULTS.items()}
 
 
 @dataclass
@@ -371,13 +351,23 @@ class Comparison:
     kernel: Kernel
     limit: float
 
+    def outcomes(self, gradients: bool) -> list[Outcome]:
+        """The outcomes of the case. gradients: whether to check those too."""
+        if self.case.cut is not None:
+            return [self.part("merged halves", self.kernel.values)]
+        output = self.part("output", partial(self.kernel.values, return_lse=False))
+        if output.verdict in ("broken", "not supported"):
+            return [output]
+        lse = self.part("log-sum-exp", self.kernel.values)
+        more = self.gradients() if gradients and output.verdict == "right" else []
+        return [output, lse, *more]
+
     def part(self, part: str, attention: Attention) -> Outcome:
         """The outcome of one part: "output", "log-sum-exp" or "merged halves"."""
         try:
             results = played(self.case, attention)
-        except (Unsupported, Broken) as reason:
-            verdict = "broken" if isinstance(reason, Broken) else "not supported"
-            return Outcome(self.name, part, verdict, says=str(reason))
+        except Stopped as reason:
+            return Outcome(self.name, part, reason.verdict, says=str(reason))
         index = int(part == "log-sum-exp")  # in the pair of output and log-sum-exp
         got = results[index]
         want = (self.case.out, self.case.lse)[index]
@@ -409,13 +399,11 @@ class Comparison:
 
     def _pair(self, index: int, got: Tensor, want: Tensor) -> tuple[str, ...]:
         """Two faults at once that give what the kernel gives, if there are such."""
-        changing = []  # the faults that change this part
-        for fault, pair in faulty_results(self.name).items():
-            if distance(pair[index], want) > self.limit:
-                changing.append(fault)
+        results = faulty_results(self.name).items()
+        changing = [fault for fault, x in results if distance(x[index], want) > self.limit]
         for first, second in permutations(changing, 2):
-            attention = FAULTS[first](FAULTS[second](faults.oracle))
-            if self._fits(got, want, played(self.case, attention)[index]):
+            both = partial(FAULTS[first], partial(FAULTS[second], oracle))
+            if self._fits(got, want, played(self.case, both)[index]):
                 return (f"{first}, and {second}",)
         return ()
 
@@ -428,15 +416,14 @@ class Comparison:
             with torch.enable_grad():
                 out, _ = self.kernel.result(call)
                 if not out.requires_grad:
-                    raise Unsupported("its output has no gradient")
+                    raise unsupported("its output has no gradient")
                 total = (out * case.cotangent.to(out)).sum()
             gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
-        except (Unsupported, NotImplementedError) as reason:
-            says = first_line(reason).removeprefix("Unsupported: ")
-            return [Outcome(self.name, "gradients", "not supported", says=says)]
-        except Broken as reason:
-            says = f"where gradients are needed {reason}"
-            return [Outcome(self.name, "gradients", "broken", says=says)]
+        except Stopped as reason:
+            says = "where gradients are needed " if reason.verdict == "broken" else ""
+            return [Outcome(self.name, "gradients", reason.verdict, says=f"{says}{reason}")]
+        except NotImplementedError as error:
+            return [Outcome(self.name, "gradients", "not supported", says=first_line(error))]
         except Exception as error:
             says = f"the backward pass raises {first_line(error)}"
             return [Outcome(self.name, "gradients", "broken", says=says)]
@@ -445,11 +432,10 @@ class Comparison:
             part = f"gradient of {x}"
             want = case.gradients[x]
             got = torch.zeros_like(want) if gradient is None else gradient.cpu().double()
+            outcome = Outcome(self.name, part, "broken", says=f"the {part} is nan or infinite")
             if got.isfinite().all():
-                outcomes.append(self.compared(part, got, want, faulty_gradients(case, x)))
-            else:
-                says = f"the {part} is nan or infinite"
-                outcomes.append(Outcome(self.name, part, "broken", says=says))
+                outcome = self.compared(part, got, want, faulty_gradients(case, x))
+            outcomes.append(outcome)
         return outcomes
 
 
@@ -459,16 +445,15 @@ def faulty_gradients(case: Case, x: str) -> Iterator[tuple[str, Tensor]]:
     if x == "sinks":
         terms = faults.of_each_query(call, cotangent)
         for fault, change in SINK_GRADIENTS.items():
-            yield fault, change(terms, call)
+            yield f"the gradient of the sink {fault}", change(terms, call)
     else:
         yield f"the gradient of {x} is missing", case.gradients[x] * 0
     if x in ("k", "v"):
-        for which in ("first", "last"):
+        for which, heads in (("first", slice(1)), ("last", slice(-1, None))):
             fault = f"the gradient of {x} is that of the {which} query head of a group alone"
-            of_heads = faults.by_recomputed_weights(faults.oracle, call, cotangent, which)
-            yield fault, of_heads[x]
-    for fault, faulty in FAULTS.items():
-        attention = faulty(faults.oracle)
+            yield fault, faults.by_recomputed_weights(oracle, call, cotangent, heads)[x]
+    for fault, wrong in FAULTS.items():
+        attention = partial(wrong, oracle)
         backward = f"in the backward pass {fault}"
         yield backward, faults.gradients(attention, call, cotangent)[x]
         if x in ("q", "k", "v"):

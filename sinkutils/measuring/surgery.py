@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from sinkutils.checks import Refused, choice, integer, integers, require, short
+from sinkutils.checks import choice, integer, integers, require, short
 from sinkutils.measuring.batches import Batch, Ids, Inputs
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import check_range, measure, short_text
@@ -52,7 +52,8 @@ TARGETS = (1, 2)  # the keys k of Sink_k
 ELEMENTS = 2**27  # the most logits in memory at a time
 # The names of an FFN's second projection in transformers, for blocks in which sizes do not tell
 SECOND = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "wo", "lin2", "linear_2")
-PLACES = ("block", "query", "key", "value", "neurons")
+# What `edit` can change, and which of q, k and v it is
+PLACES = {"block": "", "query": "q", "key": "k", "value": "v", "neurons": ""}
 
 
 @dataclass(frozen=True)
@@ -124,28 +125,29 @@ def edit(
     choice("place", place, PLACES)
     require(callable(change), f"change must be a function, got {short(change)}")
     with operating(model, ids, attention_mask) as (source, inputs, state):
-        every = list(range(len(source.blocks)))
-        if place in ("query", "key", "value"):
-            every = sorted(source.layers.values())  # a hybrid model has blocks without attention
+        part = PLACES[place]
+        # A hybrid model has blocks without attention.
+        every = sorted(source.layers.values()) if part else list(range(len(source.blocks)))
         chosen = integers("layers", every if layers is None else layers, 0, every[-1])
-        chosen = list(dict.fromkeys(chosen))  # without duplicates
         require({*chosen} <= {*every}, f"attention is in layers {every} alone, got {chosen}")
-        if place in ("query", "key", "value"):
-            part = {"query": "q", "key": "k", "value": "v"}[place]
-            return run(source, inputs, edit=Edit(part, chosen, change))
-        edit_place = edit_block if place == "block" else edit_neurons
-        for layer in chosen:
-            edit_place(source, source.blocks[layer], change, state)
+        if part:
+            return run(source, inputs, edit=Edit(part, {*chosen}, change))
+        for layer in dict.fromkeys(chosen):
+            edit_block(source, source.blocks[layer], place, change, state)
         return run(source, inputs)
 
 
 def edit_block(
-    source: OwnModel | Capture,
+    source: Any,
     block: nn.Module,
+    place: str,
     change: Callable[[Tensor], Tensor],
     state: LeftAsFound,
 ) -> None:
-    """Change the hidden states that a block passes on."""
+    """Change the hidden states that a block passes on, or the neurons of its FFN, by a hook."""
+
+    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (changed(change, args[0]),)
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -153,31 +155,17 @@ def edit_block(
             told = source.taught is not None and source.taught.hidden is not None
             require(not told, "'block' cannot be edited where su.families.register names `hidden`")
             streams = source.hidden_states(hidden).shape[1]
-            if streams > 1:
-                raise Refused(f"blocks pass on {streams} residual streams: there is no one h_1")
+            require(streams == 1, f"blocks pass on {streams} residual streams: there is no one h_1")
         edited = changed(change, hidden)
         return edited if isinstance(output, Tensor) else (edited, *output[1:])
 
-    # This hook comes first, so that the hook that measures norms sees the changed states.
-    state.hook(block._forward_hooks, source.here(after), first=True)
-
-
-def edit_neurons(
-    source: OwnModel | Capture,
-    block: nn.Module,
-    change: Callable[[Tensor], Tensor],
-    state: LeftAsFound,
-) -> None:
-    """Change the input of the second projection of a block's FFN."""
-
-    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (changed(change, args[0]),)
-
-    if isinstance(source, OwnModel):
-        down = block.get_submodule("ffn.down")
+    if place == "block":
+        # This hook comes first, so that the hook that measures norms sees the changed states.
+        state.hook(block._forward_hooks, source.here(after), first=True)
     else:
-        down = second_projection(source, block)
-    state.hook(down._forward_pre_hooks, source.here(before))
+        own = isinstance(source, OwnModel)
+        down = block.get_submodule("ffn.down") if own else second_projection(source, block)
+        state.hook(down._forward_pre_hooks, source.here(before))
 
 
 def second_projection(source: Capture, block: nn.Module) -> nn.Module:
@@ -189,19 +177,13 @@ def second_projection(source: Capture, block: nn.Module) -> nn.Module:
     config = source.config.get_text_config()
     width = getattr(config, "hidden_size", None)
     neurons = getattr(config, "intermediate_size", None)
-    found = {}
-    for name, module in block.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if module.in_features == neurons and module.out_features == width:
-            found[name] = module
+    linear = {name: part for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+    sizes = (neurons, width)
+    found = {n: m for n, m in linear.items() if (m.in_features, m.out_features) == sizes}
     if len(found) > 1:
         found = {n: m for n, m in found.items() if n.split(".")[-1] in SECOND and "attn" not in n}
-    require(
-        len(found) == 1,
-        f"{source.kind} has no one linear layer from its config's intermediate_size ({neurons}) to "
-        f"its hidden_size ({width})",
-    )
+    wanted = f"from its config's intermediate_size ({neurons}) to its hidden_size ({width})"
+    require(len(found) == 1, f"{source.kind} has no one linear layer {wanted}")
     return next(iter(found.values()))
 
 
@@ -259,18 +241,12 @@ def hide(
         length = int(inputs.lengths.max())
         since = integer("since", since, 2, length)
         keys = torch.arange(length)
-        queries = keys[:, None]
-        hidden = (queries >= since - 1) & (keys == 0)  # (T, T)
+        hidden = (keys[:, None] >= since - 1) & (keys == 0)  # (T, T)
         return run(source, inputs, last=last, hidden=hidden, targets=targets)
 
 
 def stream(
-    model: nn.Module,
-    ids: Ids,
-    window: int,
-    sinks: int = 0,
-    *,
-    attention_mask: Tensor | None = None,
+    model: nn.Module, ids: Ids, window: int, sinks: int = 0, *, attention_mask: Tensor | None = None
 ) -> Outcome:
     """Let each query see only the last `window` keys, including its own, and the first `sinks`.
 
@@ -281,9 +257,7 @@ def stream(
     sinks = integer("sinks", sinks, least=0)
     with operating(model, ids, attention_mask, cache=True) as (source, inputs, _):
         keys = torch.arange(int(inputs.lengths.max()))
-        queries = keys[:, None]
-        behind_window = queries - keys >= window
-        hidden = behind_window & (keys >= sinks)  # (T, T)
+        hidden = (keys[:, None] - keys >= window) & (keys >= sinks)  # (T, T)
         return run(source, inputs, hidden=hidden)
 
 
@@ -320,12 +294,9 @@ def transplant(
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=source.config)
             for index, layer in enumerate(layers):
-                k = layer.keys.mean(dim=0)  # (H_kv, 1, D)
-                v = layer.values.mean(dim=0)
                 # All texts get the same k* and v*, (B, H_kv, 1, D). Values may have a smaller D.
-                k = k.expand(samples, -1, -1, -1)
-                v = v.expand(samples, -1, -1, -1)
-                filled.update(k, v, index)
+                means = (x.mean(dim=0) for x in (layer.keys, layer.values))  # (H_kv, 1, D)
+                filled.update(*(x.expand(samples, -1, -1, -1) for x in means), index)
             return filled
 
         return run(source, inputs, cache)
@@ -343,11 +314,8 @@ def operating(
         tokens.
     """
     inputs = Inputs(ids, attention_mask, (1,))
-    require(
-        not inputs.whole,
-        "surgery takes one text a row, whose positions count from the first: give each text a row "
-        "of its own",
-    )
+    alone = "surgery takes one text a row, whose positions count from the first"
+    require(not inputs.whole, f"{alone}: give each text a row of its own")
     shortest = int(inputs.lengths.min())
     require(shortest > 1, "a loss is of a token behind another, and a text of ids has one token")
     state = LeftAsFound()
@@ -355,38 +323,27 @@ def operating(
         state.evaluate(model)
         source: OwnModel | Capture
         if isinstance(model, TransformerLM):
-            require(
-                not cache,
-                "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
-            )
+            needs = "hide, stream and transplant need a KV cache, and TransformerLM has none"
+            require(not cache, f"{needs}: use edit")
             source = OwnModel(model, Tally(TARGETS, int(inputs.lengths.max())))
         else:
             source = observe(model, Pass(), state)
             state.set(source.config, "return_dict", True)  # we read output.logits
-            if source.model.get_output_embeddings() is None:
-                raise Refused(
-                    "surgery needs a TransformerLM or a causal LM of transformers, got "
-                    f"{source.kind}"
-                )
+            wanted = "a TransformerLM or a causal LM of transformers"
+            has_logits = source.model.get_output_embeddings() is not None
+            require(has_logits, f"surgery needs {wanted}, got {source.kind}")
         tokens = check_range(inputs.texts, source.vocabulary)
         inputs.keep(source)
         source.check_positions(inputs.positions)
         *_, longest = inputs.batches(source.tokens_a_batch)
         # The check also finds out which attention functions the model uses.
         source.check(short_text(tokens, inputs.positions), longest.ids, longest.entries)
-        if isinstance(source, OwnModel):
-            yield source, inputs, state
-            return
-        if source.legacy:
-            raise Refused(
-                f"{source.kind} has attention outside transformers' interface, in which surgery "
-                "can change nothing"
-            )
-        if cache and not keeps_keys_and_values(source, longest.ids[:1, :1]):
-            raise Refused(
-                f"{source.kind} keeps something else than keys and values of each layer between "
-                "tokens"
-            )
+        if isinstance(source, Capture):
+            outside = "has attention outside transformers' interface, in which surgery can change"
+            require(not source.legacy, f"{source.kind} {outside} nothing")
+            other = "keeps something else than keys and values of each layer between tokens"
+            keeps = not cache or keeps_keys_and_values(source, longest.ids[:1, :1])
+            require(keeps, f"{source.kind} {other}")
         yield source, inputs, state
 
 
@@ -395,10 +352,8 @@ def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
     past = cached(capture, ids)
     if type(past) is not DynamicCache:  # a cache class of the family's own may hold more
         return False
-    if len(past.layers) != len(capture.layers):  # the cache has layers of another kind
-        return False
-    kinds = {type(layer) for layer in past.layers}
-    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = {type(layer) for layer in past.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    return kinds and len(past.layers) == len(capture.layers)
 
 
 def cached(capture: Capture, ids: Tensor) -> Any:

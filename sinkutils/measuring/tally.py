@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sinkutils.checks import instance, require
-from sinkutils.measuring.peaks import FORMATS
-from sinkutils.measuring.report import Kept, NotFinite, Report
+from sinkutils.measuring.report import FORMATS, Kept, NotFinite, Report
 
 # Measuring changes the state of a model, and different models may share a configuration. So only
 # one thread measures at a time.
@@ -32,55 +31,50 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-class Source(Protocol):
-    """A model that is observed: our own (`own.OwnModel`) or one of transformers (`hf.Capture`)."""
+class Source:
+    """A model that is observed: our own (`own.OwnModel`) or one of transformers (`hf.Capture`).
+
+    What stands here is true of our own models.
+    """
 
     model: Any  # the causal LM
     kind: str  # its class
     vocabulary: int  # the number of its token embeddings
+    windows: Mapping[int, int | None]  # layer -> how many keys a query sees; None: all
+    path = "dense"  # how alpha is computed, in words for the report
+    packed = ""  # whether texts packed in a row saw each other, in words; "" if none were
+    tokens_a_batch = 2**27  # the most tokens in one forward pass
 
-    @property
-    def path(self) -> str:
-        """How alpha is computed, in words for the report."""
-
-    @property
-    def windows(self) -> Mapping[int, int | None]:
-        """Layer -> how many keys a query sees; None: all."""
-
-    @property
-    def tokens_a_batch(self) -> int:
-        """The most tokens in one forward pass."""
-
-    @property
-    def packed(self) -> str:
-        """Whether texts that were packed in a row saw each other, in words; "" if none were."""
-
-    def takes(self, name: str, value: Any) -> bool | None:
+    def takes(self, name: str) -> bool | None:
         """Whether the forward takes an entry of this name beside the ids; None: see what it does."""
+        return False
 
     def is_changed_by(self, name: str, ids: Tensor, entries: Mapping[str, Any]) -> bool:
         """Whether an entry changes the pass on ids (B, T)."""
+        return False
 
     def check(self, text: Tensor, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """Raise ValueError if the attention of the model cannot be read.
 
-        text: (1, T), a short one. ids, entries: a pass to come, in case that one does not run.
+        text: (1, T), a short one without a token twice. ids, entries: a pass to come, which is
+            looked at instead if the model does not run on the text alone.
         """
 
     def check_positions(self, positions: int) -> None:
         """Raise ValueError if a row has more positions than the model knows."""
 
-    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
+    def run(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
         """Run one forward pass on ids (B, T), which adds to the tally."""
+        raise NotImplementedError
 
 
 class Reduced(NamedTuple):
-    """What is kept of the attention weights of R queries."""
+    """What is kept of the attention of R queries."""
 
-    shares: Tensor  # the columns of the targets, (B, H, R, K)
-    maps: Tensor  # the chosen heads, (B, chosen, R, T)
-    star: Tensor | None  # what each row lacks to sum to one, (B, H, R)
-    entropy: Tensor | None = None  # of each row, in nats, (B, H, R)
+    shares: Tensor  # A_ik of the keys at `Tally.columns`, (B, H, R, K)
+    star: Tensor | None = None  # the attention to k*, x* or a learned sink logit, (B, H, R)
+    entropy: Tensor | None = None  # of each row, in nats, the star's share included, (B, H, R)
+    maps: Tensor | None = None  # of the chosen heads, (B, chosen, R, T)
 
 
 # Numbers of each sample: name -> layer -> a list with one tensor (B, ..) per batch. For a kept map,
@@ -98,8 +92,7 @@ def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
     rows = torch.arange(shares.shape[2], device=shares.device)
     # Only the rows i >= k count for key k. Earlier queries see it only in a prefix LM.
     counted = (rows[:, None] >= columns).to(shares.dtype)  # (T, K)
-    sums = (shares * counted).sum(dim=2)  # (B, H, K)
-    alpha = sums / counted.sum(dim=0)
+    alpha = (shares * counted).sum(dim=2) / counted.sum(dim=0)  # (B, H, K)
     return alpha.transpose(1, 2)
 
 
@@ -134,11 +127,7 @@ class Tally:
 
     def heads_of(self, layer: int, count: int) -> list[int]:
         """The heads of this layer that are kept. count: how many heads the layer has."""
-        chosen = []
-        for of_layer, head in self.heads:
-            if of_layer == layer and 0 <= head < count:
-                chosen.append(head)
-        return chosen
+        return [head for place, head in self.heads if place == layer and head < count]
 
     def columns(self, device: torch.device) -> Tensor:
         """The 0-based positions of the targets, (K,); of several texts in a row, of each text."""
@@ -177,14 +166,12 @@ class Tally:
         self.add_norms("hidden", layer, hidden)
         for of_text in self.of_texts(hidden, 2):
             sizes = of_text.abs().float()  # (B, S, T, d)
-            median = lower_median(sizes.flatten(1))[:, None]  # (B, 1)
-            median = median.clamp(min=1e-30)  # avoids a division by zero
+            # (B, 1), and no zero, by which it would be divided
+            median = lower_median(sizes.flatten(1))[:, None].clamp(min=1e-30)
             largest = sizes.amax(dim=3)  # (B, S, T)
             self._add_peaks("h", layer, largest.amax(dim=1, keepdim=True))
-            peaks = largest.amax(dim=1) / median  # (B, T)
-            self._sum("hidden_peaks", layer, self._padded(peaks))
-            first = sizes[:, :, 0].amax(dim=1) / median  # (B, d)
-            self._sum("first_elements", layer, first)
+            self._sum("hidden_peaks", layer, self._padded(largest.amax(dim=1) / median))  # (B, T)
+            self._sum("first_elements", layer, sizes[:, :, 0].amax(dim=1) / median)  # (B, d)
 
     def _add_peaks(self, part: str, layer: int, sizes: Tensor) -> None:
         """Add the largest elements of a part, (B, H, T): those of the first token and all others'."""
@@ -202,8 +189,11 @@ class Tally:
             self._add_peaks(part, layer, sizes.amax(dim=-1))
             peak = sizes.amax(dim=(1, 2, 3))[:, None, None, None]  # of each text
             relative = sizes[:, :, 1:] / peak.clamp(min=1e-30)  # nan below if there are no others
-            shares = [(relative < f.smallest / 2).float().mean(dim=(1, 2, 3)) for f in FORMATS]
-            self.values[f"lost_{part}"][layer].append(torch.stack(shares, dim=1))
+            lost = []
+            for largest, spacing in FORMATS.values():
+                below = relative < spacing / largest / 2  # half of the smallest number above zero
+                lost.append(below.float().mean(dim=(1, 2, 3)))
+            self.values[f"lost_{part}"][layer].append(torch.stack(lost, dim=1))
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add the rows (B, n) of a batch to a layer's sum over samples."""
@@ -220,25 +210,20 @@ class Tally:
 
         q: (B, H, T, D). k, v: (B, H or fewer, T, D).
         """
-        self.add_norms("key", layer, k)
-        self.add_norms("value", layer, v)
-        if self.norms:
-            self._add_cache("k", layer, k)
-            self._add_cache("v", layer, v)
+        for name, x in (("key", k), ("value", v)):
+            self.add_norms(name, layer, x)
+            if self.norms:
+                self._add_cache(name[0], layer, x)
         # In grouped-query attention, `group` query heads share one key head.
         group = q.shape[1] // k.shape[1]
         for head in self.heads_of(layer, q.shape[1]):
-            self._keep("queries", layer, head, q[:, head])
-            self._keep("keys", layer, head, k[:, head // group])
-
-    def _keep(self, name: str, layer: int, head: int, x: Tensor) -> None:
-        """Keep the queries or keys of one head, (B, T, D). name: "queries" or "keys"."""
-        for of_text in self.of_texts(x.float(), 1):
-            padded = self._padded(of_text.mT).mT  # (B, longest, D)
-            self.values[name][layer, head].append(padded.cpu())
+            for name, x in (("queries", q[:, head]), ("keys", k[:, head // group])):
+                for of_text in self.of_texts(x.float(), 1):  # (B, T, D)
+                    padded = self._padded(of_text.mT).mT  # (B, longest, D)
+                    self.values[name][layer, head].append(padded.cpu())
 
     def reduced(self, layer: int, weights: Tensor, star: bool = False) -> Reduced:
-        """Reduce attention weights to the parts that are kept, for `add_weights`.
+        """Reduce attention weights to the parts that are kept, for `add`.
 
         weights: (B, H, R, T), of R queries of a layer.
         star: whether what a row lacks to sum to one is attention, to a learned sink logit or to
@@ -247,50 +232,35 @@ class Tally:
         wide = torch.promote_types(weights.dtype, torch.float32)
         shares = weights[..., self.columns(weights.device)].to(wide)
         chosen = self.heads_of(layer, weights.shape[1])
-        maps = weights[:, chosen].float()
         lacking = 1 - weights.sum(dim=-1, dtype=wide) if star else None
         entropy = None
         if self.entropy:
             entropy = torch.special.entr(weights.to(wide)).sum(dim=-1)
             if lacking is not None:
                 entropy = entropy + torch.special.entr(lacking.clamp(min=0))
-        return Reduced(shares, maps, lacking, entropy)
+        return Reduced(shares, lacking, entropy, weights[:, chosen].float() if chosen else None)
 
-    def add_weights(self, layer: int, parts: Sequence[Reduced]) -> None:
+    def add(self, layer: int, parts: Sequence[Reduced]) -> None:
         """Add the attention of a layer. parts: one for each chunk of queries."""
-        shares = torch.cat([part.shares for part in parts], dim=2)
-        maps = torch.cat([part.maps for part in parts], dim=2)
-        self.add_shares(layer, shares)
-        star = [part.star for part in parts if part.star is not None]
-        if star:
-            self.add_star(layer, torch.cat(star, dim=2))
-        entropy = [part.entropy for part in parts if part.entropy is not None]
-        if entropy:
-            self.add_entropy(layer, torch.cat(entropy, dim=2))
-        texts = self.texts or [slice(None)]
-        for index, head in enumerate(self.heads_of(layer, shares.shape[1])):
-            for text in texts:
-                of_text = self._padded(maps[:, index, text, text], axes=2)  # (B, longest, longest)
-                self.values["map"][layer, head].append(of_text.cpu())
-
-    def add_shares(self, layer: int, shares: Tensor) -> None:
-        """Add alpha_k. shares: A_ik of the keys at `columns`, (B, H, T, K)."""
+        joined = []
+        for pieces in zip(*parts, strict=True):  # of each field of `Reduced`
+            joined.append(None if pieces[0] is None else torch.cat(pieces, dim=2))
+        shares, star, entropy, maps = joined
+        assert shares is not None
         targets = torch.tensor(self.targets, device=shares.device) - 1
         for index, of_text in enumerate(self.of_texts(shares, 2)):
             of_targets = of_text[..., index * len(targets) :][..., : len(targets)]
             alpha = mean_over_queries(of_targets, targets)
             self.values["alpha"][layer].append(alpha.float())
-
-    def add_star(self, layer: int, star: Tensor) -> None:
-        """Add alpha_*. star: the attention to k*, x* or a learned sink logit, (B, H, T)."""
-        for of_text in self.of_texts(star, 2):
-            alpha = of_text.mean(dim=-1)  # all queries see it: (B, H)
-            self.values["star"][layer].append(alpha.float())
-
-    def add_entropy(self, layer: int, entropy: Tensor) -> None:
-        """Add the entropy of attention. entropy: of each row, the star's share included, (B, H, T)."""
-        for of_text in self.of_texts(entropy, 2):
-            self.values["entropy"][layer].append(of_text.mean(dim=-1).float())
+        for name, x in (("star", star), ("entropy", entropy)):
+            for of_text in [] if x is None else self.of_texts(x, 2):
+                self.values[name][layer].append(of_text.mean(dim=-1).float())  # (B, H)
+        if maps is None:
+            return
+        for index, head in enumerate(self.heads_of(layer, shares.shape[1])):
+            for text in self.texts or [slice(None)]:
+                of_text = self._padded(maps[:, index, text, text], axes=2)  # (B, longest, longest)
+                self.values["map"][layer, head].append(of_text.cpu())
 
     def refuse_heads(self) -> None:
         """Raise ValueError for chosen (layer, head) pairs that the model does not have.
@@ -299,20 +269,14 @@ class Tally:
         """
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.values["map"]]
-        first_layer = next(iter(alphas.values()))
-        count = first_layer[0].shape[-1]  # of the first batch, (B, targets, heads)
-        require(
-            not missing,
-            f"heads names (layer, head) pairs that the model does not have: {missing}; "
-            f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}",
-        )
+        first, *_ = alphas.values()
+        count = first[0].shape[-1]  # of the first batch, (B, targets, heads)
+        lacking = f"heads names (layer, head) pairs that the model does not have: {missing}"
+        there = f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}"
+        require(not missing, f"{lacking}; {there}")
 
     def report(
-        self,
-        source: Source,
-        places: Tensor,
-        lengths: Tensor,
-        epsilons: tuple[float, ...],
+        self, source: Source, places: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
     ) -> Report:
         """Make the report from all numbers that were added.
 
@@ -325,39 +289,36 @@ class Tally:
         values = self._in_order(places)
         alphas = values["alpha"]  # layer -> (samples, targets, heads)
         counts = sorted({alpha.shape[-1] for alpha in alphas.values()})
-        require(
-            len(counts) == 1,
-            f"layers have different numbers of heads ({counts}), which a report cannot hold",
-        )
+        several = f"layers have different numbers of heads ({counts}), which a report cannot hold"
+        require(len(counts) == 1, several)
         alpha = torch.stack(list(alphas.values()), dim=-2)  # (samples, targets, layers, heads)
         fields = self._means(lengths)
         fields["path"] = source.path
         if "star" in values:
             # Some models have sink logits only in some layers. In the others alpha_* is 0.
             nothing = torch.zeros_like(alpha[:, 0, 0])  # (samples, heads)
-            stars = [values["star"].get(layer, nothing) for layer in alphas]
-            fields["star"] = torch.stack(stars, dim=1)
+            stars = values["star"]
+            fields["star"] = torch.stack([stars.get(layer, nothing) for layer in alphas], dim=1)
         if len(values["entropy"]) == len(alphas):  # every layer showed whole rows, or a kernel's
             fields["entropy"] = torch.stack(list(values["entropy"].values()), dim=1)
         fields["sink_logits"] = self.sink_logits
         fields["maxima"] = {place: peaks.cpu() for place, peaks in self.peaks.items()}
+        fields["lost"] = {}
         for part in ("k", "v"):
             for layer, lost in values[f"lost_{part}"].items():
-                fields.setdefault("lost", {})[part, layer] = lost.nanmean(dim=0)
+                fields["lost"][part, layer] = lost.nanmean(dim=0)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in alphas)
         # These two are empty if the modules show only their weights.
-        queries = values["queries"]
-        keys = values["keys"]
-        kept = {}
-        for pair, weights in values["map"].items():
-            kept[pair] = Kept(weights, queries.get(pair), keys.get(pair))
+        queries, keys = values["queries"], values["keys"]
+        maps = values["map"].items()
+        kept = {pair: Kept(x, queries.get(pair), keys.get(pair)) for pair, x in maps}
         layers = tuple(alphas)
         report = Report(alpha, self.targets, epsilons, lengths, layers, kept=kept, **fields)
-        for numbers in (report.alpha, report.hidden_norms):
-            if numbers is not None and not numbers.isfinite().all():
-                reason = why_not_finite(source.model)
-                raise NotFinite(f"attention or hidden states are not finite: {reason}")
+        measured = [x for x in (report.alpha, report.hidden_norms) if x is not None]
+        if not all(x.isfinite().all() for x in measured):
+            reason = why_not_finite(source.model)
+            raise NotFinite(f"attention or hidden states are not finite: {reason}")
         return report
 
     def _in_order(self, places: Tensor) -> Any:
@@ -365,8 +326,7 @@ class Tally:
         values: Any = defaultdict(dict)
         for name, by_layer in self.values.items():
             for layer, batches in sorted(by_layer.items()):
-                whole = torch.cat(batches).cpu()
-                values[name][layer] = whole[places]
+                values[name][layer] = torch.cat(batches).cpu()[places]
         return values
 
     def _means(self, lengths: Tensor) -> dict[str, Any]:
@@ -392,7 +352,7 @@ def why_not_finite(model: nn.Module) -> str:
             continue
         if not weight.isfinite().all():
             return f"the weights hold nan or infinite values ({name})"
-    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+    if torch.float16 in {parameter.dtype for parameter in model.parameters()}:
         return "every weight is finite and activations overflow float16: use bfloat16 or float32"
     return "every weight is finite, and activations are not: a layer overflows or divides by zero"
 
@@ -410,10 +370,8 @@ def changed(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """change(x), computed on a copy. Raises ValueError if the result cannot replace x."""
     result = change(x.clone())
     instance("what change returns", result, Tensor)
-    require(
-        result.shape == x.shape,
-        f"change must return the shape {tuple(x.shape)}, got {tuple(result.shape)}",
-    )
+    wanted = f"change must return the shape {tuple(x.shape)}"
+    require(result.shape == x.shape, f"{wanted}, got {tuple(result.shape)}")
     return result.to(x)
 
 
@@ -457,12 +415,7 @@ class LeftAsFound:
         _set_modes([(module, False) for module, _ in modes])
 
     def hook(
-        self,
-        hooks: Any,
-        hook: Callable[..., Any],
-        *,
-        with_kwargs: Any = None,
-        first: bool = False,
+        self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None, first: bool = False
     ) -> None:
         """Add a hook to a module's table of hooks, for instance `module._forward_hooks`.
 

@@ -36,25 +36,17 @@ SILENT = (
 )
 
 
-def layers_of(
-    model: Any, family: Family
-) -> tuple[list[nn.Module], dict[nn.Module, int], dict[nn.Module, int]]:
-    """As `families.attention_layers`: blocks, attention modules, and where these stand."""
+def attention_layers(model: Any, family: Family) -> tuple[list[nn.Module], dict[nn.Module, int]]:
+    """As `families.attention_layers`: the blocks, and the index of its block for each module."""
     blocks = _modules(model, "blocks", family.blocks)
     places = {}  # attention module -> index of its block
     for module in _modules(model, "attention", family.attention):
         found = [place for place, block in enumerate(blocks) if module in block.modules()]
-        kind, part = type(model).__name__, type(module).__name__
-        require(
-            len(found) == 1,
-            f"{kind} has {len(found)} blocks around one attention module ({part}), by what "
-            "su.families.register was told: it must be one",
-        )
+        around = f"{len(found)} blocks around one attention module ({type(module).__name__})"
+        told = "by what su.families.register was told: it must be one"
+        require(len(found) == 1, f"{type(model).__name__} has {around}, {told}")
         places[module] = found[0]
-    layers = places
-    if len({*places.values()}) < len(places):  # several in a block
-        layers = {module: layer for layer, module in enumerate(places)}
-    return blocks, layers, places
+    return blocks, places
 
 
 def _modules(model: Any, what: str, where: Modules) -> list[nn.Module]:
@@ -65,14 +57,12 @@ def _modules(model: Any, what: str, where: Modules) -> list[nn.Module]:
             modules = list(where(model))
         except Exception as error:  # of any kind, since the function is the user's
             raise Refused(f"{what}, a function, fails on {kind}: {first_line(error)}") from error
-        parts = set(model.modules())
-        right = bool(modules) and all(module in parts for module in modules)
+        right = bool(modules) and {*modules} <= {*model.modules()}
         require(right, f"{what}, a function, does not return modules of {kind}")
         return list(dict.fromkeys(modules))
     pattern = re.compile(re.escape(where).replace(r"\*", r"[^.]+"))
     for part in (model, model.base_model):  # names may begin at either
-        names = dict(part.named_modules())
-        found = [module for name, module in names.items() if pattern.fullmatch(name)]
+        found = [module for name, module in part.named_modules() if pattern.fullmatch(name)]
         if len(found) == 1 and isinstance(found[0], nn.ModuleList):
             found = list(found[0])
         if found:
@@ -189,10 +179,8 @@ def prove(source: Capture, ids: Tensor, entries: Mapping[str, Any]) -> None:
         if same:
             del dense.maps[same[0]]
         elif source.legacy or dense.maps:
-            reason = (
-                f"the weights of layer {layer} (from 0) are not those of a softmax that it computes"
-            )
-            raise wrong(source, reason)
+            of_layer = f"the weights of layer {layer} (from 0)"
+            raise wrong(source, f"{of_layer} are not those of a softmax that it computes")
     others = sum(x.ndim == 4 for x in dense.maps)
     if others:
         raise wrong(source, f"it has {others} more attention maps than its attention modules show")
@@ -220,9 +208,4 @@ def _is_map(x: Tensor, weights: Tensor) -> bool:
 
 def _close(x: Tensor, right: Tensor) -> bool:
     """Whether two tensors agree, up to rounding in the coarser of their precisions."""
-    if x.shape != right.shape:
-        return False
-    coarse = min(x.dtype.itemsize, right.dtype.itemsize) < 4
-    gap = (x.float() - right.float()).abs().max()
-    size = max(1.0, float(right.abs().max()))
-    return bool(gap <= (5e-2 if coarse else 1e-3) * size)
+    return families.close(x, right, 1e-3, 5e-2, max(1.0, float(right.abs().max())))

@@ -1,7 +1,11 @@
-"""Texts to measure on: a user's files, and docstrings that no training of ours sees."""
+"""Texts to measure on, a user's files or docstrings that no training of ours sees, and tokenizers.
+
+A tokenizer is one from a file or the hub, or a byte-level BPE that is trained on a corpus.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -9,13 +13,20 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import metadata
+from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sinkutils.checks import Refused, require
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from sinkutils.checks import Refused, first_line, require, short
 from sinkutils.paths import LEDGER, read_csv
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIXES = (".txt", ".md", ".jsonl")
 PIECE_CHARACTERS = 2_000  # the largest size of the documents into which a text file is cut
@@ -42,6 +53,17 @@ COMMENT_OR_STRING = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 
+SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
+SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+# A role is played by the first of its tokens that the vocabulary has. In GPT-2 and GPT-NeoX one
+# token is both EOS and BOS.
+ROLES = {
+    "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
+    "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>"),
+    "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
+}
+UNKNOWN = "\U00012219"  # a cuneiform sign, which is in no vocabulary
+
 
 # --- a user's files
 
@@ -54,10 +76,9 @@ class Pieces:
     """
 
     def __init__(self, files: list[Path]) -> None:
-        self.places = []  # of each piece: the file and the first byte
-        for file in files:
-            for start in range(0, file.stat().st_size, PIECE_BYTES):
-                self.places.append((file, start))
+        starts = [(file, range(0, file.stat().st_size, PIECE_BYTES)) for file in files]
+        # of each piece: the file and the first byte
+        self.places = [(file, start) for file, each in starts for start in each]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -99,9 +120,7 @@ def read_texts(path: str | Path) -> list[str] | Pieces:
     files = local_files(Path(os.path.expanduser(path)))
     if sum(file.stat().st_size for file in files) > LARGE:
         return Pieces(files)
-    texts: list[str] = []
-    for file in files:
-        texts += texts_of(file)
+    texts = [text for file in files for text in texts_of(file)]
     require(len(texts) > 0, f"{path} has no text in it")
     return texts
 
@@ -125,14 +144,11 @@ def _texts_in(lines: list[bytes], where: str) -> Iterator[str]:
         if not line.strip():
             continue
         row = _decoded(line, f"{where}, line {number},")
-        try:
+        text: Any = None
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             text = json.loads(row)["text"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            text = None
-        if not isinstance(text, str):
-            raise Refused(
-                f'{where}, line {number}: expected a JSON object with a string under "text"'
-            )
+        wanted = 'expected a JSON object with a string under "text"'
+        require(isinstance(text, str), f"{where}, line {number}: {wanted}")
         yield text
 
 
@@ -148,15 +164,13 @@ def local_files(path: Path) -> list[Path]:
 
     Raises FileNotFoundError if there are none.
     """
-    files = []
-    for file in (path, *sorted(path.rglob("*"))):
-        if file.suffix.lower() in SUFFIXES and file.is_file():
-            files.append(file)
+    every = (path, *sorted(path.rglob("*")))
+    files = [file for file in every if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not files:
-        raise FileNotFoundError(
-            f"path:{path}: no such folder or file of text, whose name ends with one of "
-            f"{', '.join(SUFFIXES)}"
+        wanted = (
+            f"no such folder or file of text, whose name ends with one of {', '.join(SUFFIXES)}"
         )
+        raise FileNotFoundError(f"path:{path}: {wanted}")
     return files
 
 
@@ -204,10 +218,9 @@ def _located(package: str, file: str) -> Path | None:
     """Where a file of an installed package is, or None if the package is not installed."""
     if package == STANDARD_LIBRARY:
         return Path(sysconfig.get_path("stdlib"), file)
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return Path(str(metadata.distribution(package).locate_file(file)))
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _indices(ranges: str) -> list[int]:
@@ -227,12 +240,8 @@ def docstrings_of(source: str) -> list[str]:
     times faster (in seconds instead of a minute for all of site-packages). Escape sequences stay as
     they are written.
     """
-    texts = []
-    for match in docstring_matches(source):
-        text = inspect.cleandoc(match.group()[3:-3])
-        if text:
-            texts.append(text)
-    return texts
+    texts = [inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source)]
+    return [text for text in texts if text]
 
 
 def docstring_matches(source: str) -> Iterator[re.Match[str]]:
@@ -265,3 +274,187 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig").strip()
     except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
         return ""
+
+
+# --- tokenizers
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE. Its special tokens have the ids 0, 1 and 2."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def open_tokenizer(file: str | Path) -> Tokenizer:
+    """Open a tokenizer.json so that a string such as "<eos>" in a text is read as ordinary text."""
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """Load a tokenizer.json from disk, or the tokenizer of a hub model.
+
+    Raises ConnectionError if it cannot be read, and ValueError if it has more than vocab_size
+    tokens.
+    """
+    read = Tokenizer.from_file if Path(name).is_file() else Tokenizer.from_pretrained
+    try:
+        tokenizer: Tokenizer = read(name)
+    except Exception as error:  # the Rust client raises plain Exception
+        raise ConnectionError(
+            f"tokenizer {name!r} could not be read from disk or the Hugging Face hub "
+            f"({first_line(error)}): check the id and the network, give a tokenizer.json, or leave "
+            "`tokenizer` out to train one"
+        ) from error
+    size = tokenizer.get_vocab_size()
+    wanted = "vocab_size must be at least that"
+    fits = size <= vocab_size
+    require(fits, f"tokenizer {name!r} has {size} tokens: {wanted}, got {vocab_size}")
+    return tokenizer
+
+
+def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, Any]:
+    """The ids of EOS, BOS and x_fix, and the first id that is not special.
+
+    With GPT-NeoX's tokenizer x_fix is the padding token, as in the authors' code.
+    """
+    ids = {}
+    for role, tokens in ROLES.items():
+        ids[role] = _first(tokenizer, tokens)
+        lacks = f"has none of {', '.join(tokens)} to serve as {role}"
+        require(ids[role] is not None, f"tokenizer {name!r} {lacks}")
+    # Often the smallest ids are special, and those of ordinary text follow.
+    special = marked_special(tokenizer) | {*ids.values()}
+    return ids | {"first_text_id": next(i for i in count() if i not in special)}
+
+
+def marked_special(tokenizer: Any) -> set[int]:
+    """All ids that a tokenizer marks as special; each library keeps them in lists of its own.
+
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer.
+    """
+    special: set[int] = set()
+    backend = _backend(tokenizer)
+    if backend is not None:
+        special |= {i for i, x in backend.get_added_tokens_decoder().items() if x.special}
+        # The tokens that it puts before and after a text.
+        plain = backend.encode("", add_special_tokens=False).ids
+        special |= {*backend.encode("").ids} - {*plain}
+    if backend is not tokenizer:
+        special |= {*tokenizer.all_special_ids} - {None}  # tokens with a role, such as BOS
+        # The tokenizers of mistral-common have no such list: all their special tokens have a role.
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            special |= {i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
+    return special
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a text, without special tokens.
+
+    No special token is added, and the name of one inside the text is read as ordinary text. Some
+    tokenizers cannot do this, because they are written in Python or hold the special token as a
+    word. Then the special token is left out.
+
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. It is left unchanged.
+    text: a lone surrogate, which JSON can hold and no tokenizer accepts, becomes "?".
+    """
+    ids = _text_ids(tokenizer, text.encode(errors="replace").decode())
+    backend = _backend(tokenizer)
+    if backend is not None and isinstance(backend.model, models.BPE):
+        return ids  # the merges of BPE never produce a special token
+    # The token for unknown characters may be marked as special, but it stands for text here.
+    special = marked_special(tokenizer).difference(_text_ids(tokenizer, UNKNOWN))
+    return [token for token in ids if token not in special]
+
+
+def _backend(tokenizer: Any) -> Tokenizer | None:
+    """The `tokenizers.Tokenizer` inside a tokenizer, or None if that is written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return backend if isinstance(backend, Tokenizer) else None
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The ids by the tokenizer's own option to add no special tokens, neither cut nor padded.
+
+    Raises ValueError if the tokenizer itself fails at this text.
+    """
+    backend = _backend(tokenizer)
+    if backend is None:
+        with _told(text):
+            return list(tokenizer.encode(text, add_special_tokens=False))
+    before, truncation, padding = backend.encode_special_tokens, backend.truncation, backend.padding
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        with _told(text):
+            return backend.encode(text, add_special_tokens=False).ids
+    finally:
+        backend.encode_special_tokens = before
+        if truncation:
+            backend.enable_truncation(**truncation)
+        if padding:
+            backend.enable_padding(**padding)
+
+
+@contextlib.contextmanager
+def _told(text: str) -> Iterator[None]:
+    """Turn a panic of a tokenizer into a ValueError.
+
+    A pattern that backtracks too far on some text makes the Rust code panic. That is a
+    BaseException, of a class that cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise Refused(
+            f"the tokenizer itself fails at a text of {len(text):,} characters, {short(text)}: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
+    """`ids` (n, T) with x_fix at a 1-based position; unchanged if that is None or beyond T."""
+    if position is None or position > ids.shape[1]:
+        return ids
+    ids = ids.clone()
+    ids[:, position - 1].fill_(fix_id)
+    return ids
+
+
+def bos_id(tokenizer: Any) -> int:
+    """The id of a tokenizer's BOS token. Raises ValueError if it has none."""
+    ours = isinstance(tokenizer, Tokenizer)
+    token: Any = _first(tokenizer, ROLES["bos_id"]) if ours else tokenizer.bos_token_id
+    lacking = "a BOS first needs a tokenizer with a BOS token, and this one has none"
+    require(token is not None, lacking)
+    return int(token)
+
+
+def adds_bos(tokenizer: Any) -> bool | None:
+    """Whether a tokenizer puts a BOS in front of a text by itself. None: it has no BOS."""
+    try:
+        bos = bos_id(tokenizer)
+    except ValueError:
+        return None
+    encoded = tokenizer.encode("a")
+    ids = getattr(encoded, "ids", encoded)  # tokenizers returns an object, transformers a list
+    return bool(ids[0] == bos)
+
+
+def _first(tokenizer: Tokenizer, tokens: Iterable[str]) -> int | None:
+    """The id of the first of these tokens that is in the vocabulary, or None."""
+    ids = (tokenizer.token_to_id(token) for token in tokens)
+    return next((i for i in ids if i is not None), None)

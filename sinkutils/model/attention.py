@@ -420,20 +420,19 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
     """Raise ValueError, which names the argument and its proper shape, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    require(
-        q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1,
-        f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
-    )
+    same = q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1
+    wanted = "q, k and v must have one shape (B, H, T, D) with T at least 1"
+    require(same, f"{wanted}, got {shapes}")
     check_extras(q, v, spec, extras, q.shape[2])
 
 
 def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, length: int) -> None:
     """The same of the inputs beside q, k and v. length: one more than the largest distance."""
     _, heads, _, head_dim = q.shape
-    if spec.differential and head_dim % 2 > 0:
-        raise Refused("differential attention needs an even head dimension (D of q)")
-    if (spec.kernel == "mlp") != (extras.mlp is not None):
-        raise Refused("mlp is the callable of kernel='mlp', and of no other")
+    even = head_dim % 2 == 0 or not spec.differential
+    require(even, "differential attention needs an even head dimension (D of q)")
+    has_mlp = extras.mlp is not None
+    require((spec.kernel == "mlp") == has_mlp, "mlp is the callable of kernel='mlp' alone")
     has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     sizes = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
@@ -444,16 +443,13 @@ def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, leng
     for name, size in sizes.items():
         x = getattr(extras, name)
         shape = None if x is None else tuple(x.shape)
-        if shape != size:
-            raise Refused(
-                f"the operation takes {name} of shape {size} (None: leave it out), got {shape}"
-            )
+        wanted = f"the operation takes {name} of shape {size} (None: leave it out)"
+        require(shape == size, f"{wanted}, got {shape}")
     if extras.distance_bias is not None:
         shape = tuple(extras.distance_bias.shape)
-        require(
-            len(shape) == 2 and shape[0] in (1, heads) and shape[1] >= length,
-            f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}",
-        )
+        fits = len(shape) == 2 and shape[0] in (1, heads) and shape[1] >= length
+        wanted = f"distance_bias must have shape (1 or {heads}, at least {length})"
+        require(fits, f"{wanted}, got {shape}")
 
 
 # ---- position terms (Appendix A): some are added to h or to the logits, one rotates q and k

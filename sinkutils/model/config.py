@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinkutils import checks
-from sinkutils.checks import Refused, choice, real
+from sinkutils.checks import Refused, choice, real, require
 
 # The names of f and phi. `attention.SIMILARITIES` and `attention.KERNELS` have the functions.
 # softpick (Zuhri et al. 2025) is relu(e^s - 1) / sum |e^s - 1|, see `attention.normalise`.
@@ -86,23 +86,22 @@ class AttentionSpec:
                 wanted = " or ".join(map(repr, values))
                 raise Refused(f"{name}={value!r} needs {other} to be {wanted}")
         has_sink_logit = self.sink_logit != "none"
-        if has_sink_logit and self.differential:
-            raise Refused("sink_logit and differential cannot be combined")
+        both = "sink_logit and differential"
+        require(not (has_sink_logit and self.differential), f"{both} cannot be combined")
         plain = self.is_softmax and self.bias == "none"
-        if (has_sink_logit or self.differential) and not plain:
-            raise Refused(
-                "sink_logit and differential each need a plain softmax: similarity='exp', "
-                "normalizer='sum', bias='none'"
-            )
-        if self.signed and self.normalizer not in ("none", "max_abs_sum"):
-            raise Refused(
-                "similarity='linear' can be negative with this kernel and its sum zero: "
-                "normalizer must be 'none' or 'max_abs_sum'"
-            )
-        if self.similarity == "softpick" and self.normalizer != "sum":
-            raise Refused("similarity='softpick' needs normalizer='sum'")
-        if self.bias == "v" and self.similarity == "linear":
-            raise Refused("bias='v' needs rows of weights, which similarity='linear' has not")
+        require(
+            plain or not (has_sink_logit or self.differential),
+            f"{both} each need a plain softmax: similarity='exp', normalizer='sum', bias='none'",
+        )
+        require(
+            not self.signed or self.normalizer in ("none", "max_abs_sum"),
+            "similarity='linear' can be negative with this kernel and its sum zero: normalizer "
+            "must be 'none' or 'max_abs_sum'",
+        )
+        softpick = self.similarity == "softpick" and self.normalizer != "sum"
+        require(not softpick, "similarity='softpick' needs normalizer='sum'")
+        no_rows = self.bias == "v" and self.similarity == "linear"
+        require(not no_rows, "bias='v' needs rows of weights, which similarity='linear' has not")
 
     @property
     def is_softmax(self) -> bool:
@@ -178,41 +177,33 @@ class LMConfig:
             choice(name, getattr(self, name), allowed)
         checks.fields(self)
         spec = self.attention
-        if self.hidden_size % self.num_heads > 0:
-            raise Refused(
-                f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
-            )
-        # The number of equal parts into which the dimensions of a head are cut.
-        parts = 1
-        if self.position == "rotary":  # it pairs the two halves
-            parts *= 2
-        if spec.differential:  # each half has an attention map of its own
-            parts *= 2
-        if self.head_dim % parts > 0:
-            raise Refused(
-                f"the head dimension must be a multiple of {parts} with "
-                f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
-            )
-        if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
-            # With k* as well, Sink_* would have two places. A window would hide x* from most
-            # queries, and a prefix would count x* as its first token.
-            raise Refused(
-                "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
-                "prefix"
-            )
-        if spec.prefix > self.context_length:
-            raise Refused(
-                f"prefix must be at most context_length={self.context_length}, got {spec.prefix}"
-            )
-        if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
-            raise Refused(
-                f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
-            )
-        if spec.prefix > 1 and self.position in ADDED_TO_LOGITS:
-            raise Refused(
-                f"position={self.position!r} has no bias for keys after the query, as a prefix "
-                "shows: use rotary, nope, absolute or learnable"
-            )
+        fits = self.hidden_size % self.num_heads == 0
+        size = f"hidden_size={self.hidden_size}"
+        require(fits, f"num_heads must divide {size}, got {self.num_heads}")
+        # The number of equal parts into which the dimensions of a head are cut: rotary pairs the
+        # two halves, and each half of a differential head has an attention map of its own.
+        parts = (2 if self.position == "rotary" else 1) * (2 if spec.differential else 1)
+        require(
+            self.head_dim % parts == 0,
+            f"the head dimension must be a multiple of {parts} with position={self.position!r}, "
+            f"differential={spec.differential}; got {self.head_dim}",
+        )
+        # With k* as well, Sink_* would have two places. A window would hide x* from most queries,
+        # and a prefix would count x* as its first token.
+        other = spec.has_star or spec.window is not None or spec.prefix > 1
+        require(
+            not (self.sink_token and other),
+            "sink_token cannot be combined with a bias of keys, a sink logit, a window or a prefix",
+        )
+        longest = f"prefix must be at most context_length={self.context_length}"
+        require(spec.prefix <= self.context_length, f"{longest}, got {spec.prefix}")
+        most = f"bias_dims (d_a) must be at most head_dim={self.head_dim}"
+        require((spec.bias_dims or 0) <= self.head_dim, f"{most}, got {spec.bias_dims}")
+        require(
+            spec.prefix == 1 or self.position not in ADDED_TO_LOGITS,
+            f"position={self.position!r} has no bias for keys after the query, as a prefix shows: "
+            "use rotary, nope, absolute or learnable",
+        )
 
     @property
     def head_dim(self) -> int:

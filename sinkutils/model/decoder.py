@@ -156,8 +156,7 @@ class Attention(nn.Module):
         if "cos" in tables:
             # The tables stay in float32, because bfloat16 cannot tell far positions apart. The
             # rotated q and k may be rounded.
-            cos = tables["cos"]
-            sin = tables["sin"]
+            cos, sin = tables["cos"], tables["sin"]
             q = attention.rotate(q, cos, sin).to(v.dtype)
             k = attention.rotate(k, cos, sin).to(v.dtype)
         # The attention operation.
@@ -185,8 +184,7 @@ class Attention(nn.Module):
         head_dim = self.config.head_dim
         extras: dict[str, Any] = {}
         if spec.has_key_bias:
-            learned = self.key_bias.shape[1]  # d_a
-            whole = F.pad(self.key_bias, (0, head_dim - learned))
+            whole = F.pad(self.key_bias, (0, head_dim - self.key_bias.shape[1]))  # d_a to D
             extras["key_bias"] = whole.expand(heads, -1).to(dtype)
         if spec.bias in ("kv", "v"):
             extras["value_bias"] = self.value_bias.expand(heads, -1).to(dtype)
@@ -205,9 +203,8 @@ class Attention(nn.Module):
         if "distance_bias" in tables:
             extras["distance_bias"] = tables["distance_bias"].T
         if "buckets" in tables:  # the biases stay in float32, as the tables do
-            wide = torch.promote_types(dtype, torch.float32)
             by_distance = self.bucket_bias[:, tables["buckets"]]  # (H, T)
-            extras["distance_bias"] = by_distance.to(wide)
+            extras["distance_bias"] = by_distance.to(torch.promote_types(dtype, torch.float32))
         return extras
 
 
@@ -406,9 +403,8 @@ def position_tables(config: LMConfig, length: int) -> Tables:
         # In a differential head, the even dimensions are rotated like a head of half the size, and
         # so are the odd ones.
         halves = 2 if config.attention.differential else 1
-        cos, sin = attention.rotary_tables(length, config.head_dim // halves)
-        cos = cos.repeat_interleave(halves, -1)
-        sin = sin.repeat_interleave(halves, -1)
+        tables = attention.rotary_tables(length, config.head_dim // halves)
+        cos, sin = (table.repeat_interleave(halves, -1) for table in tables)
         return {"cos": cos, "sin": sin}
     if config.position == "absolute":
         return {"added": attention.absolute_embedding(length, config.hidden_size)}
@@ -429,11 +425,8 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         return
     longest = config.context_length
     last = config.vocab_size - 1
-    valid = isinstance(ids, Tensor) and ids.ndim == 2
-    if valid:
-        B, T = ids.shape
-        is_integer = ids.dtype in (torch.int64, torch.int32)
-        valid = is_integer and B > 0 and 1 <= T <= longest
+    valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
+    valid = valid and len(ids) > 0 and 1 <= ids.shape[1] <= longest
     # The range is not checked on a GPU, where the host would have to wait for the result, nor
     # inside vmap, where values cannot be read. There the embedding fails, on a GPU for good.
     if valid and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):

@@ -84,9 +84,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
     elif form == "sdpa":
         out = _sdpa(q, k, v, spec)
     else:
-        phi = attention.kernel(spec, extras)
-        q = phi(q)
-        k = phi(k)
+        q, k = map(attention.kernel(spec, extras), (q, k))
         wide = torch.promote_types(q.dtype, torch.float32)
         is_wide = q.dtype == wide and v.dtype == wide
         if form == "pieces":
@@ -144,9 +142,7 @@ def _few_passes(
     # The matrix product adds the bias to the logits in the same pass.
     B, H, T, D = q.shape
     bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
-    queries = q.flatten(0, 1)
-    keys = k.flatten(0, 1)
-    logits = torch.baddbmm(bias, queries, keys.mT, alpha=D**-0.5)
+    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
     logits = logits.view(B, H, T, -1)  # s_ij, (B, H, T, S)
     if spec.is_softmax:
         return logits.softmax(dim=-1) @ v
@@ -167,12 +163,8 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
     # The backward pass computes one head at a time once more, so that phi and the sums of the
     # others take no memory.
     heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
-    outs: list[Tensor] = []
-    for head in heads:
-        out = checkpoint(
-            _linear_head, *head, spec, extras, use_reentrant=False, preserve_rng_state=False
-        )
-        outs.append(out)
+    again: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    outs = [checkpoint(_linear_head, *head, spec, extras, **again) for head in heads]
     return torch.cat(outs, dim=1)
 
 
@@ -182,9 +174,7 @@ def _linear_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
     The queries of a chunk of C tokens read what lies before it from the sum of phi(k_j) v_j^T, a
     matrix (D, D + 1), and see the keys of their own chunk one by one.
     """
-    phi = attention.kernel(spec, extras)
-    queries = phi(q)
-    keys = phi(k)
+    queries, keys = map(attention.kernel(spec, extras), (q, k))
     wide = torch.promote_types(queries.dtype, torch.float32)
     length = q.shape[2]
     star = k.shape[2] - length

@@ -48,19 +48,13 @@ def check_start(q: Tensor, k: Tensor, start: int | None) -> int:
     if start is not None:
         return checks.integer("start", start, least=0)
     T, S = q.shape[2], k.shape[2]
-    require(
-        T <= S, f"there are {T} queries and {S} keys: say by `start` where the first query stands"
-    )
+    say = "say by `start` where the first query stands"
+    require(T <= S, f"there are {T} queries and {S} keys: {say}")
     return S - T
 
 
 def seen_keys(
-    q: Tensor,
-    k: Tensor,
-    spec: AttentionSpec,
-    start: int,
-    first_keys: int,
-    documents: Tensor | None,
+    q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_keys: int, documents: Tensor | None
 ) -> Tensor:
     """Which keys each query sees, (T, S), or (B, 1, T, S) where documents differ."""
     B, _, T, _ = q.shape

@@ -21,11 +21,7 @@ SHADES = "magma_r"
 EPSILON = 0.3  # the metric's threshold
 
 
-def heads_by_block(
-    heads: Any,
-    layers: Sequence[int] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
+def heads_by_block(heads: Any, layers: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
     """Draw each head as a dot over its block, at the height of its mean attention.
 
     The dashed line is the metric's threshold. The heads of a block stand side by side in their
@@ -39,9 +35,8 @@ def heads_by_block(
         layers = range(len(alpha))
     blocks = 1 + np.array(layers)
     # The dots of block b lie around x = b, in the middle 70 % of its width: (layers, heads)
-    heads_per_block = alpha.shape[1]
-    middles = np.arange(heads_per_block) + 0.5
-    sideways = middles / heads_per_block - 0.5  # from -0.5 to 0.5
+    count = alpha.shape[1]
+    sideways = (np.arange(count) + 0.5) / count - 0.5  # from -0.5 to 0.5
     across = blocks[:, None] + 0.7 * sideways
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=COLORS["first"])
@@ -61,10 +56,8 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
     """
     squares = np.asarray(weights, dtype=float).copy()  # a copy, because we write into it
     length = len(squares)
-    require(
-        squares.shape == (length, length),
-        f"weights must have the shape (T, T), got {squares.shape}",
-    )
+    square = squares.shape == (length, length)
+    require(square, f"weights must have the shape (T, T), got {squares.shape}")
     squares[np.triu_indices(length, 1)] = np.nan  # keys after the query are not drawn
     square_root = PowerNorm(0.5, vmin=0, vmax=1)
     ax.imshow(squares, cmap=SHADES, norm=square_root, interpolation="nearest")
@@ -92,6 +85,4 @@ def token_label(token: int, tokenizer: Any = None) -> str:
     text = text.replace("\n", "↵").replace("\t", "→")
     printable = "".join(letter for letter in text if letter.isprintable())
     label = printable.strip() or "␣"
-    if len(label) > 8:
-        label = label[:7] + "…"
-    return label
+    return label if len(label) <= 8 else label[:7] + "…"

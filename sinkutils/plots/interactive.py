@@ -63,10 +63,8 @@ class Interactive:
         image = base64.b64encode(png(self.figure)).decode()
         alt = alt_text(self.figure)
         data = {**self.data, "palette": PALETTE, "colors": COLORS}
-        script = ""
-        for name in (*SCRIPTS, "interactive.js"):
-            path = Path(__file__).with_name(name)
-            script += path.read_text(encoding="utf-8")
+        files = [Path(__file__).with_name(name) for name in (*SCRIPTS, "interactive.js")]
+        script = "".join(file.read_text(encoding="utf-8") for file in files)
         page = PAGE.substitute(
             image=image,
             alt=html.escape(alt),
@@ -97,14 +95,10 @@ def film(courses: Mapping[str, Any], steps: Sequence[int]) -> Interactive:
         rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1.4, 2))
         for (title, course), (dots, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
-            require(
-                alpha.ndim == 3,
-                f"{title!r} must have the shape (steps, layers, heads), got {alpha.shape}",
-            )
-            require(
-                len(alpha) == len(steps),
-                f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
-            )
+            wanted = f"{title!r} must have the shape (steps, layers, heads)"
+            require(alpha.ndim == 3, f"{wanted}, got {alpha.shape}")
+            times = f"{title!r} was measured {len(alpha)} times"
+            require(len(alpha) == len(steps), f"{times}, not at {len(steps)} steps")
             # The script draws one frame per evaluation. A frame lists all heads, block by block.
             frames = alpha.reshape(len(steps), -1).round(3).tolist()
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
@@ -153,21 +147,16 @@ def explore(
     length = integer("length", length, least=1)
     model, ids = decoded(model, ids)
     inputs = Inputs(ids, None, (1,))
-    require(
-        tokenizer is None or hasattr(tokenizer, "decode"),
-        f"tokenizer must decode tokens, got {short(tokenizer)}",
-    )
+    decodes = tokenizer is None or hasattr(tokenizer, "decode")
+    require(decodes, f"tokenizer must decode tokens, got {short(tokenizer)}")
     instance("name", name, str)
     name = printable(name)
     probe = measure(model, inputs.first(1), norms=False)
     columns = probe.alpha.shape[-1]
     heads = list(itertools.product(probe.layers, range(columns)))  # (layer, head)
     names = [(layer + 1, column + 1) for layer, column in heads]
-    if head is not None:
-        require(
-            isinstance(head, Iterable) and tuple(head) in names,
-            f"head must be (block, head), up to {names[-1]}, got {head!r}",
-        )
+    known = head is None or (isinstance(head, Iterable) and tuple(head) in names)
+    require(known, f"head must be (block, head), up to {names[-1]}, got {head!r}")
     # A causal map of T tokens has about T^2 / 2 weights. From this follows how many tokens, and
     # then how many texts, a picture can hold for all heads.
     room = 2 * MOST_WEIGHTS // len(heads)
@@ -175,16 +164,12 @@ def explore(
     shown = min(length, int(inputs.lengths.min()), fit)
     texts = max(1, room // shown**2)
     weights, shades = maps_of(model, inputs.first(texts), heads, shown)
-    tokens = []
-    for text in inputs.texts[: len(weights)]:
-        tokens.append([token_label(token, tokenizer) for token in text[:shown].tolist()])
+    starts = [text[:shown].tolist() for text in inputs.texts[: len(weights)]]
+    tokens = [[token_label(token, tokenizer) for token in text] for text in starts]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
-    start = int(alpha[0].argmax())
-    if head is not None:
-        start = names.index((head[0], head[1]))
-    packed = zlib.compress(shades, 9)
+    start = int(alpha[0].argmax()) if head is None else names.index((head[0], head[1]))
     data = {
-        "packed": base64.b64encode(packed).decode(),
+        "packed": packed(shades),
         "tokens": tokens,
         "alpha": alpha.round(3).tolist(),
         "name": name,
@@ -194,9 +179,7 @@ def explore(
         "head": start,
     }
     block, column = names[start]
-    title = f"block {block}, head {column}"
-    if name:
-        title += f" of {name}"
+    title = f"block {block}, head {column}" + (f" of {name}" if name else "")
     with mpl.rc_context(STYLE):
         still = Figure(figsize=(7.0, 4.6), layout="constrained")
         left, right = still.subplots(1, 2, width_ratios=(1, 2.4))
@@ -236,8 +219,11 @@ def maps_of(
     maps = [kept[head].map[:, :length, :length] for head in heads]
     weights = np.stack(maps, axis=1)  # (texts, heads, T, T)
     roots = np.sqrt(np.clip(weights, 0, 1))  # the same square-root scale as `attention_map`
-    levels = roots * (steps - 1)
-    shades = np.rint(levels).astype(np.uint8)
+    shades = np.rint(roots * (steps - 1)).astype(np.uint8)
     queries, keys = np.tril_indices(length)
-    causal = shades[..., queries, keys]  # (texts, heads, T (T + 1) / 2)
-    return weights, causal.tobytes()
+    return weights, shades[..., queries, keys].tobytes()  # T (T + 1) / 2 of each head
+
+
+def packed(data: bytes) -> str:
+    """Deflated, in letters of base 64: what `inflate.js` reads."""
+    return base64.b64encode(zlib.compress(data, 9)).decode()

@@ -7,10 +7,8 @@ model of yours, for a page of its own. A small model can be grown in either.
 from __future__ import annotations
 
 import ast
-import base64
 import json
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,10 +23,10 @@ from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import BOS, X_FIX, Subject
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.tokenizer import bos_id, encode, special_ids
+from sinkutils.measuring.texts import bos_id, encode, special_ids
 from sinkutils.paths import PACKAGE, read_yaml
 from sinkutils.plots.figures import token_label
-from sinkutils.plots.interactive import PALETTE, SCRIPTS, maps_of
+from sinkutils.plots.interactive import PALETTE, SCRIPTS, maps_of, packed
 from sinkutils.plots.theme import COLORS, json_in_html, printable
 
 SOURCES = Path(__file__).with_name("lab_page")
@@ -74,11 +72,11 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
         recorded.append(shown)
         maps.append(shades)
         rows.append(report_row(report, labels))
-    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(maps)}
+    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(b"".join(maps))}
     first = int(np.argmax(recorded[0]["alpha"])) + 1  # the head that is shown first
     data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
     data["words"] = {"own": {"title": printable(subject.name), "about": "", "head": first}}
-    return page_of(data | {"text": packed([own_text().encode()])})
+    return page_of(data | {"text": packed(own_text().encode())})
 
 
 def first_tokens(subject: Subject) -> list[int]:
@@ -121,29 +119,27 @@ def said_next(
         except ValueError:
             continue
         tokens = [token_label(token, tokenizer) for token in outcome.predicted[0].tolist()]
-        shares = outcome.losses[0].neg().exp()
-        rows.append({"row": row, "tokens": tokens, "shares": decimals(shares, 4)})
+        shares = decimals(outcome.losses[0].neg().exp(), 4)
+        rows.append({"row": row, "tokens": tokens, "shares": shares})
     return rows
 
 
 def report_row(report: Report, labels: Sequence[str]) -> dict[str, Any]:
     """What the page's report says of a text."""
-    by_place = {k: report.excess(k) for k in report.targets}
-    most = max(by_place, key=by_place.__getitem__)
+    most = max(report.targets, key=report.excess)
+    excess = f"{report.excess(most):.2f}"
     numbers = report.summary()
-    row: dict[str, Any] = {"sink": f"{numbers['sink_1']:.1f}", "excess": f"{by_place[1]:.2f}"}
-    row["most"] = {"token": labels[most - 1], "place": most, "excess": f"{by_place[most]:.2f}"}
-    row["tokens"] = len(labels)
+    row: dict[str, Any] = {
+        "sink": f"{numbers['sink_1']:.1f}",
+        "excess": f"{report.excess():.2f}",
+        "most": {"token": labels[most - 1], "place": most, "excess": excess},
+        "tokens": len(labels),
+    }
     if "element" in numbers:
         row["element"] = f"{numbers['element']:.0f}"
     if "value_ratio" in numbers:
         row["value"] = f"{numbers['value_ratio']:.2f}"
     return row
-
-
-def packed(parts: Sequence[bytes]) -> str:
-    """Deflated, in letters of base 64: what `inflate.js` reads."""
-    return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
 
 
 def own_text() -> str:

@@ -21,13 +21,16 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, require
-from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.probes import is_stream, one_by_one, probe, read_ahead
-from sinkutils.measuring.report import Report
-from sinkutils.measuring.texts import Pieces, natural_digest
-from sinkutils.measuring.tokenizer import adds_bos, bos_id, encode
-from sinkutils.measuring.uniform import norm_ratio
+from sinkutils.measuring.probes import (
+    WithoutTokenizer,
+    is_stream,
+    one_by_one,
+    probe,
+    read_ahead,
+)
+from sinkutils.measuring.report import Report, norm_ratio
+from sinkutils.measuring.texts import Pieces, adds_bos, bos_id, encode, natural_digest
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE, json_in_html, printable
 
@@ -41,11 +44,8 @@ SAMPLE = (
 # A placeholder: `_svg` replaces this colour by the page's text colour, light or dark.
 INK = "#010203"
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-CURVES = {  # the colours of hidden states, keys and values
-    "h": COLORS["first"],
-    "k": COLORS["other"],
-    "v": COLORS["baseline"],
-}
+# The colours of hidden states, keys and values
+CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
 MAP_TOKENS = 24  # in an attention map
 EPS = 0.3  # the threshold of Sink_1 on the page
 PACKAGES = ("sinkutils", "torch", "transformers")  # whose versions the page names
@@ -72,10 +72,8 @@ def report_model(
     """
     if tokenizer is None:
         tokenizer = WithoutTokenizer(model)
-    require(
-        texts is None or not isinstance(tokenizer, WithoutTokenizer),
-        "texts need a tokenizer, and there is none: give one, or leave texts out",
-    )
+    usable = texts is None or not isinstance(tokenizer, WithoutTokenizer)
+    require(usable, "texts need a tokenizer, and there is none: give one, or leave texts out")
     if texts is not None and not isinstance(texts, Pieces):
         if is_stream(texts):
             texts = (text for text, _ in read_ahead(tokenizer, n, length, texts))
@@ -132,22 +130,21 @@ def report_page(
     facts = facts or {}
     instance("name", name, str)
     instance("facts", facts, Mapping)
-    _check_reports("reports", reports)
-    _check_reports("beside", beside)
+    for argument, values in (("reports", reports), ("beside", beside)):
+        instance(argument, values, Mapping)
+        for report in values.values():
+            instance(f"a value of {argument}", report, Report)
     require(len(reports) > 0, "reports must have at least one")
     main = next(iter(reports.values()))
-    require(
-        1 in main.targets,
-        f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}",
-    )
+    about = "the page is about the first token: measure(targets=(1, ..))"
+    require(1 in main.targets, f"{about}, not {main.targets}")
     name = printable(name or main.name or "a model")
     models = {name: _row(main)}
     for other, report in beside.items():
         require(other != name, f"two models are called {name!r}: give one another name")
         models[printable(other)] = _row(report)
-    numbers = ""
-    for label, number in models[name].items():
-        numbers += f"<div><dt>{label}</dt><dd>{number}</dd></div>"
+    own = models[name].items()
+    numbers = "".join(f"<div><dt>{label}</dt><dd>{number}</dd></div>" for label, number in own)
     inputs = {title: _row(report) for title, report in reports.items()}
     method = {key: {"": value} for key, value in facts.items()}
     contents = {
@@ -172,13 +169,6 @@ def report_page(
             facts=_table(method),
             json=json_in_html(contents),
         )
-
-
-def _check_reports(name: str, reports: Any) -> None:
-    """Raise ValueError unless these are reports by title."""
-    instance(name, reports, Mapping)
-    for report in reports.values():
-        instance(f"a value of {name}", report, Report)
 
 
 def natural(
@@ -233,12 +223,10 @@ def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
     """
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
     order = alpha.flatten().argsort(descending=True)  # the head with the most attention first
-    ranks = torch.linspace(0, len(order) - 1, 4).long()
-    ranks = ranks.unique()  # a small model may have fewer than four heads
-    heads = []
-    for index in order[ranks].tolist():
-        layer, head = divmod(index, alpha.shape[1])
-        heads.append((report.layers[layer], head))
+    # A small model may have fewer than four heads.
+    ranks = torch.linspace(0, len(order) - 1, 4).long().unique()
+    places = [divmod(index, alpha.shape[1]) for index in order[ranks].tolist()]
+    heads = [(report.layers[layer], head) for layer, head in places]
     with warnings.catch_warnings():  # `measure` warns of short texts, but no Sink_1 is shown here
         warnings.simplefilter("ignore")
         kept = measure(model, ids[None], heads=heads, norms=False).kept
@@ -289,11 +277,9 @@ def _norms(report: Report) -> str:
     """Two figures over blocks, as SVG: the norm ratios of h, k and v, and h_1's largest element."""
     if report.hidden_peaks is None or report.length == 1:
         return ABSENT
-    ratios: dict[str, list[float]] = {}
     norms = {"h": report.hidden_norms, "k": report.key_norms, "v": report.value_norms}
-    for symbol, rows in norms.items():
-        if rows is not None:  # some models show their weights alone, without keys and values
-            ratios[symbol] = norm_ratio(rows)
+    # Some models show their weights alone, without keys and values.
+    ratios = {symbol: norm_ratio(rows) for symbol, rows in norms.items() if rows is not None}
     peaks = {"h": report.hidden_peaks[:, 0].tolist()}
     figure = _curves(report, "norm of token 1 / others", ratios)
     return figure + _curves(report, "largest element of token 1 / median", peaks)
@@ -305,8 +291,7 @@ def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> st
     for symbol, values in curves.items():
         # Every block has hidden states. In a hybrid model, only some have keys and values.
         blocks = range(len(values)) if symbol == "h" else report.layers
-        from_1 = np.add(blocks, 1)
-        ax.plot(from_1, values, "o-", markersize=4, color=CURVES[symbol], label=symbol)
+        ax.plot(np.add(blocks, 1), values, "o-", ms=4, color=CURVES[symbol], label=symbol)
     # Massive activations are hundreds of times the median, while most blocks are near 1.
     low, high = ax.dataLim.intervaly
     if 0 < 10 * low < high:
@@ -325,7 +310,6 @@ def _svg(ax: Axes, alt: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sinkutils"}):
         figure: Any = ax.get_figure(root=True)
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    written = drawn.getvalue().replace(INK, "currentColor")
-    # Drop the XML header in front of the <svg> element.
-    _, _, rest = written.partition("<svg ")
+    # Without the XML header in front of the <svg> element
+    _, _, rest = drawn.getvalue().replace(INK, "currentColor").partition("<svg ")
     return f'<svg role="img" aria-label="{html.escape(alt)}" {rest}'

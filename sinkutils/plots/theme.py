@@ -80,8 +80,7 @@ def png(figure: Figure) -> bytes:
         # Tokens may have characters of any language, for which the font has no glyph.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    picture = Image.open(drawn).convert("RGB")
-    reduced = picture.quantize(256, dither=Image.Dither.NONE)
+    reduced = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     small = io.BytesIO()
     reduced.save(small, format="png", optimize=True)
     return small.getvalue()
@@ -94,8 +93,7 @@ def alt_text(figure: Figure) -> str:
         return str(label)
     parts = [figure.get_suptitle()]
     for ax in figure.axes:
-        parts += [ax.get_title("left"), ax.get_title("center")]
-        parts += [ax.get_xlabel(), ax.get_ylabel()]
+        parts += [ax.get_title("left"), ax.get_title(), ax.get_xlabel(), ax.get_ylabel()]
     lines = [part.replace("\n", " ") for part in parts if part]
     return "; ".join(dict.fromkeys(lines)) or "a figure"  # without duplicates
 
@@ -124,5 +122,4 @@ def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
     picture = png(figure)
     drawn = int.from_bytes(picture[16:20])  # bytes 16 to 19 of a PNG hold its width
     width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])
-    encoded = base64.b64encode(picture).decode()
-    return encoded, {"alt": alt_text(figure), "width": width}
+    return base64.b64encode(picture).decode(), {"alt": alt_text(figure), "width": width}

@@ -28,10 +28,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from sinkutils.checks import Refused, choice, first_line, integer, require, short
-from sinkutils.measuring.texts import local_files
-from sinkutils.measuring.tokenizer import (
+from sinkutils.measuring.texts import (
     SMALLEST_VOCABULARY,
     load_tokenizer,
+    local_files,
     open_tokenizer,
     special_ids,
     train_tokenizer,

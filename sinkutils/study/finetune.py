@@ -27,8 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sinkutils.checks import Refused
-from sinkutils.measuring.texts import docstring_matches
-from sinkutils.measuring.tokenizer import encode, special_ids
+from sinkutils.measuring.texts import docstring_matches, encode, special_ids
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study import embedded, external
 from sinkutils.study.config import FinetuneConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.checks import real, require
-from sinkutils.measuring.uniform import excess, norm_ratio, uniform_alpha
+from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.grid import resolve
 from sinkutils.study.record import Folder, Record

@@ -161,7 +161,7 @@ class Record:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was kept with the weights. Raises `CorruptRecord` if there is none."""
-        from sinkutils.measuring.tokenizer import open_tokenizer
+        from sinkutils.measuring.texts import open_tokenizer
 
         _intact(self.folder, TOKENIZER, self.digests)
         return open_tokenizer(self.folder / TOKENIZER)

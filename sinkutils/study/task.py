@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.checks import require
-from sinkutils.measuring.tokenizer import fix_position
+from sinkutils.measuring.texts import fix_position
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study import grid
 from sinkutils.study.config import DataConfig, FinetuneConfig, Json, RunConfig, public_name

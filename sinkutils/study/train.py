@@ -28,7 +28,7 @@ from sinkutils.checks import real, require
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import NotFinite, Report
-from sinkutils.measuring.tokenizer import fix_position
+from sinkutils.measuring.texts import fix_position
 from sinkutils.paths import Hashed, replace_file
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, config_hash, learning_rate

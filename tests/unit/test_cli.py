@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from sinkutils import __version__, config, experiments, load_lm, measure, probe, train
 from sinkutils.__main__ import main
 from sinkutils.commands import WRONG, parser
-from sinkutils.measuring.load import WithoutTokenizer
-from sinkutils.measuring.tokenizer import special_ids
+from sinkutils.measuring.probes import WithoutTokenizer
+from sinkutils.measuring.texts import special_ids
 from sinkutils.names import record_named
 from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural

@@ -26,7 +26,7 @@ from helpers import refused, refuses
 
 from sinkutils.measuring import texts
 from sinkutils.measuring.probes import probe
-from sinkutils.measuring.tokenizer import train_tokenizer
+from sinkutils.measuring.texts import train_tokenizer
 from sinkutils.study import corpus as corpora
 from sinkutils.study import embedded, external
 from sinkutils.study.corpus import (
@@ -323,7 +323,7 @@ def test_another_tokenizer_has_its_own_eos_and_x_fix(text_folder, corpus, tmp_pa
     def without_network(name):
         raise Exception(f"{name}: no route")
 
-    from_hub = "sinkutils.measuring.tokenizer.Tokenizer.from_pretrained"
+    from_hub = "sinkutils.measuring.texts.Tokenizer.from_pretrained"
     monkeypatch.setattr(from_hub, without_network, raising=False)
     with refused(r"'EleutherAI/gpt-neox-20b' could not be read .*no route", ConnectionError):
         load(f"path:{text_folder}", tmp_path / "cache", 50_432, tokenizer="EleutherAI/gpt-neox-20b")

@@ -15,7 +15,7 @@ from scipy import stats
 from small_models import build
 
 import sinkutils as su
-from sinkutils.measuring.uniform import excess, uniform_alpha
+from sinkutils.measuring.report import excess, uniform_alpha
 from sinkutils.paths import OPEN_LMS, PAPER, ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from sinkutils.ledger.judge import judge, judge_claims, verdict_of
 from sinkutils.ledger.quantities import as_judged, of_run
 from sinkutils.ledger.readings import Bar, Readings, label, readings, real_models
 from sinkutils.ledger.statistics import Estimate, agreement, fit_prior, inverse_trigamma, moderated
-from sinkutils.measuring.uniform import excess, norm_ratio, uniform_alpha
+from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.frames import live_heads
 from sinkutils.study.grid import by_name
 

@@ -19,8 +19,7 @@ from tokenizers import processors
 from sinkutils import LMConfig, TransformerLM, measure, paths, probe
 from sinkutils import __main__ as cli
 from sinkutils.measuring import load
-from sinkutils.measuring.load import ModelUnavailable
-from sinkutils.measuring.weights import check_loaded
+from sinkutils.measuring.load import ModelUnavailable, check_loaded
 from sinkutils.names import load_lm
 from sinkutils.study.config import RunConfig
 from sinkutils.study.store import write_record
@@ -580,7 +579,7 @@ def test_an_adapters_base_that_is_gone_is_named(tmp_path, monkeypatch):
 
     write(base_model_name_or_path=str(tmp_path / "gone"))
     refuses(
-        "the base model that adapter_config.json .*gone', is not there",
+        "names the base model '.*gone' in adapter_config.json, and that is not there",
         load_lm,
         tmp_path,
         kind=ModelUnavailable,
@@ -592,7 +591,7 @@ def test_an_adapters_base_that_is_gone_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: True)
     fails = Mock(side_effect=OSError("We couldn't connect"))
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", fails)
-    says = "'owner/base', the base model of the adapter '.*', is not in the local cache"
+    says = "is an adapter of 'owner/base', which is not in the local cache"
     refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
 
 

@@ -10,7 +10,7 @@ from helpers import refuses, tokens
 from torch import Tensor
 
 import sinkutils as su
-from sinkutils.measuring.peaks import FORMATS, rounded
+from sinkutils.measuring.peaks import FORMATS, nearest, rounded
 
 IDS = small_models.tokens()
 
@@ -202,24 +202,24 @@ def test_the_forecast_counts_what_the_rounding_makes_zero():
         assert first[place] == pytest.approx(share, abs=1e-4)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_rounding_goes_to_the_nearest_number_of_the_format(format):
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_goes_to_the_nearest_number_of_the_format(name):
     x = torch.randn(2, 3, 5, 7)
     x[:, :, 0] *= 30
-    after = rounded(format.name)(x.clone())
-    scale = x.abs().amax((1, 2, 3), keepdim=True) / format.largest
+    after = rounded(name)(x.clone())
+    scale = x.abs().amax((1, 2, 3), keepdim=True) / FORMATS[name][0]
     steps = after / scale
-    assert torch.equal(format.nearest(steps).round(decimals=4), steps.round(decimals=4))
+    assert torch.equal(nearest(name, steps).round(decimals=4), steps.round(decimals=4))
     sizes = {
         "int8": torch.arange(128.0),
         "int4": torch.arange(8.0),
         "fp4": torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
         "fp8": torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
-    }[format.name]
+    }[name]
     grid = torch.cat([-sizes, sizes])
-    nearest = ((x / scale)[..., None] - grid).abs().amin(-1)
-    torch.testing.assert_close((x / scale - steps).abs(), nearest, rtol=0, atol=2e-4)
-    kept = rounded(format.name, leave_out_first=True)(x.clone())
+    least = ((x / scale)[..., None] - grid).abs().amin(-1)
+    torch.testing.assert_close((x / scale - steps).abs(), least, rtol=0, atol=2e-4)
+    kept = rounded(name, leave_out_first=True)(x.clone())
     assert torch.equal(kept[:, :, 0], x[:, :, 0])
     assert (kept - x)[:, :, 1:].abs().max() <= (after - x)[:, :, 1:].abs().max()
     refuses("name must be one of int8, fp8, int4, fp4; got 'int3'", rounded, "int3")

@@ -16,12 +16,12 @@ from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from sinkutils.measuring import probes, texts
 from sinkutils.measuring.probes import PROBES, Subject
-from sinkutils.measuring.texts import read_texts
-from sinkutils.measuring.tokenizer import (
+from sinkutils.measuring.texts import (
     adds_bos,
     bos_id,
     encode,
     marked_special,
+    read_texts,
     special_ids,
     train_tokenizer,
 )

@@ -15,9 +15,8 @@ from torch.testing import assert_close
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
 from sinkutils.measuring import own
 from sinkutils.measuring.own import attention_shares
-from sinkutils.measuring.report import NotFinite, Report
-from sinkutils.measuring.tally import Tally
-from sinkutils.measuring.uniform import norm_ratio, uniform_alpha
+from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
+from sinkutils.measuring.tally import Reduced, Tally
 from sinkutils.study.evaluate import destinations, gradient_norms, line_breaks
 
 T, TARGETS = 20, (1, 2, 5)
@@ -307,7 +306,7 @@ def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
 def test_layers_with_different_numbers_of_heads_are_refused():
     tally = Tally((1,), 4, norms=False)
     for layer, heads in enumerate((2, 3)):
-        tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
+        tally.add(layer, [Reduced(torch.full((1, heads, 4, 1), 0.5))])
     with refused("different numbers of heads"):
         tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))
 

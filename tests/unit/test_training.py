@@ -18,8 +18,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
-from sinkutils.measuring.report import NotFinite
-from sinkutils.measuring.uniform import norm_ratio
+from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study import step as stepping
 from sinkutils.study import train as training
 from sinkutils.study.config import DataConfig, RunConfig, TrainConfig, from_dict, learning_rate
