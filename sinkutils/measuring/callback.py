@@ -10,7 +10,7 @@ from typing import Any
 from torch import distributed, nn
 from transformers import Trainer, TrainerCallback
 
-from sinkutils.checks import integer
+from sinkutils.checks import integer, require
 from sinkutils.measuring.batches import Ids, Inputs
 from sinkutils.measuring.measure import DECODED, measure
 from sinkutils.measuring.refusals import cut_by, is_sharded
@@ -60,6 +60,8 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         decoders = isinstance(ids, Mapping) and DECODED & ids.keys()  # are not known yet
         if not decoders:
             Inputs(ids, options.get("attention_mask"), (1,))  # raises ValueError for anything else
+        unknown = options.keys() - inspect.signature(measure).parameters.keys()
+        require(not unknown, f"su.measure has no option {', '.join(sorted(unknown))}")
         self.ids = ids
         self.every = integer("every", every, least=1)
         self.options = {"entropy": True} | options

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkutils.checks import Refused, integer, real, require, short
 from sinkutils.measuring.batches import dense
 from sinkutils.measuring.measure import distinct_pairs
-from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
+from sinkutils.measuring.report import NotFinite, Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import Tally
 from sinkutils.model.attention import attend, divide
 from sinkutils.model.config import AttentionSpec
@@ -102,7 +102,10 @@ def report(
     source: Any = SimpleNamespace(path=path, windows=windows, model=torch.nn.Module())
     places = torch.arange(shape[0])
     lengths = torch.full((shape[0],), shape[1])
-    result = tally.report(source, places, lengths, check_epsilons(epsilons))
+    try:
+        result = tally.report(source, places, lengths, check_epsilons(epsilons))
+    except NotFinite as error:
+        raise NotFinite("attention is not finite: products of q and k overflow") from error
     result.name = name
     result.bos = bos
     return result

@@ -197,7 +197,7 @@ def _windows_of_pieces(
     for index in range(len(pieces)):
         windows += of_piece(index)
         require(
-            len(windows) < LONGEST_STREAM,
+            n is not None or len(windows) < LONGEST_STREAM,
             f"the text has more than {LONGEST_STREAM:,} windows of {needed} tokens: say how many "
             "are to be drawn (n)",
         )

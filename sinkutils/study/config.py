@@ -255,21 +255,22 @@ def upgrade(config: Json) -> Json:
     texts = [corpus["name"], corpus["sha256"]]
     require(all(isinstance(text, str) for text in texts), "corpus must be a name and a hash")
     seed = integer("seed", fields.pop("seed"), least=0, most=LARGEST_SEED)
-    values = as_json(_config_of(json.dumps(fields, sort_keys=True)))
-    # A similarity that its author has registered may be unknown here (`_config_of`).
+    values: Json = json.loads(_today(json.dumps(fields, sort_keys=True)))
+    # A similarity that its author has registered may be unknown here (`_today`).
     values["model"]["attention"]["similarity"] = fields["model"]["attention"]["similarity"]
     return values | {"seed": seed, "recipe": recipe, "corpus": corpus}
 
 
 @lru_cache(maxsize=4096)  # most records have the fields of another seed
-def _config_of(text: str) -> RunConfig:
+def _today(text: str) -> str:
     fields = json.loads(text)
     fields["data"].pop("bos", None)  # a former field, which was always False
     spec = fields["model"]["attention"]
     if isinstance(spec["similarity"], str) and spec["similarity"] not in SIMILARITY_NAMES:
         spec["similarity"] = "relu"
-    config: RunConfig = from_dict(FinetuneConfig if "start" in fields else RunConfig, fields)
-    return config
+    return json.dumps(
+        as_json(from_dict(FinetuneConfig if "start" in fields else RunConfig, fields))
+    )
 
 
 def public_name(name: str) -> str:

@@ -38,6 +38,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,8 @@ class Record:
         with _explained(self.folder, WEIGHTS):
             layers = self.config["model"]["num_layers"]
             require(layers <= len(weights), f"they are not those of {layers} layers")
-            model = TransformerLM(from_dict(LMConfig, self.config["model"]))
+            # .float(), as PyTorch's default may have been set to another dtype
+            model = TransformerLM(from_dict(LMConfig, self.config["model"])).float()
             model.load_state_dict(weights)
         return model.eval()
 
@@ -382,20 +384,22 @@ def check_metrics(metrics: Any, model: Json) -> None:
 
 def _check_points(points: list[Any], blocks: int) -> None:
     """Evaluations: their steps, their losses, their sinks in percent, and numbers by block."""
-    columns: dict[str, list[Any]] = {}  # all numbers of one name
-    for point in points:
-        require(isinstance(point, dict), "a point of its curve is no object")
-        for name, value in point.items():
-            column = columns.setdefault(name, [])
-            if name in BLOCKS or name in STEPS:
-                require(isinstance(value, list), f"{name} is no list")
-                require(name in STEPS or len(value) == blocks, f"{name} is not of each block")
-                column.extend(value)
-            elif name.startswith(NUMBERS):
-                column.append(value)
+    objects = all(isinstance(point, dict) for point in points)
+    require(objects, "a point of its curve is no object")
+    names = dict.fromkeys(name for point in points for name in point)
     for name in ("step", "valid_loss", "sink_1"):
-        require(len(columns.get(name, [])) == len(points), f"a point of its curve lacks {name}")
-    for name, column in columns.items():
+        there = all(name in point for point in points)
+        require(there, f"a point of its curve lacks {name}")
+    for name in names:
+        column = [point[name] for point in points if name in point]
+        if name in BLOCKS or name in STEPS:
+            lists = all(isinstance(value, list) for value in column)
+            require(lists, f"{name} is no list")
+            whole = name in STEPS or all(len(value) == blocks for value in column)
+            require(whole, f"{name} is not of each block")
+            column = list(chain.from_iterable(column))
+        elif not name.startswith(NUMBERS):
+            continue
         types = {*map(type, column)}
         require(types <= {int, float}, f"{name} holds what is no number")
         try:
@@ -404,9 +408,9 @@ def _check_points(points: list[Any], blocks: int) -> None:
             finite = False
         require(finite, f"{name} holds what is not finite")
         if name == "step":
-            require(types <= {int} and min(column, default=0) >= 0, "step is no count")
+            require(types <= {int} and min(column) >= 0, "step is no count")
         if name.startswith("sink_"):
-            low, high = min(column, default=0), max(column, default=0)
+            low, high = min(column), max(column)
             require(low >= 0 and high <= 100, f"{name} of {low:g} to {high:g} is no share")
 
 

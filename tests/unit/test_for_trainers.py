@@ -104,6 +104,7 @@ def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, capl
     assert len([row for row in log if "loss" in row]) == 4
     assert not any("sink/sink_1" in row for row in log)
     refuses(r"shape \(samples, T\)", su.SinkCallback, IDS[0])
+    refuses("su.measure has no option target", su.SinkCallback, IDS, target=(1,))
 
 
 def test_a_comparison_is_paired_over_the_texts():

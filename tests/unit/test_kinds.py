@@ -321,6 +321,20 @@ def test_another_default_device_changes_nothing(family):
         assert report.excess(2) == right.excess(2) and report.caps() == right.caps()
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_another_default_dtype_changes_nothing(family):
+    model, ids = build(family), tokens()
+    right = measure(model, ids, TARGETS)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        report = measure(model, ids, TARGETS)
+        assert report.to_dict() == right.to_dict() and str(report) == str(right)
+        assert report.excess(2) == right.excess(2) and report.caps() == right.caps()
+        assert torch.equal(report.visible_alpha(), right.visible_alpha())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_composite_models_parts_keep_their_attention():
     model, ids = build("gemma3"), tokens()
     model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})

@@ -139,6 +139,8 @@ def test_what_is_no_attention_is_refused_with_its_layer():
         k=maps,
         sinks=[torch.ones(3)] * 2,
     )
+    huge = [x * 1e30 for x in maps]
+    refuses("products of q and k overflow", su.report, q=huge, k=huge)
     refuses("targets are positions", su.report, maps, targets=(13,))
     refuses("heads names .* pairs that the model does not have", su.report, maps, heads=[(5, 0)])
     refuses("window has 1 layers", su.report, maps, window=[3])

@@ -366,6 +366,8 @@ def test_large_files_are_read_in_pieces_and_only_those_that_are_drawn(tmp_path, 
     )
     monkeypatch.setattr(probes, "LONGEST_STREAM", 50)
     refuses("say how many", probe, None, RAW, None, 8, texts=pieces)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": words}))  # all in a single piece
+    assert probe(None, RAW, 4, 8, texts=read_texts(tmp_path / "one.jsonl")).shape == (4, 8)
 
 
 class PanicException(BaseException):

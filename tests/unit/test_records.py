@@ -593,6 +593,18 @@ def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny
     assert Runs(tmp_path).of(tiny).record().weights is None
 
 
+def test_a_recorded_model_has_float32_whatever_the_default_dtype(tmp_path, tiny):
+    weights = su.TransformerLM(tiny.model).state_dict()
+    folder = record_folder("test", "tiny", 0, tmp_path)
+    record = write_record(folder, tiny, DONE, {}, weights, word_tokenizer(17))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loaded = record.load_model().state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, loaded[name]) for name, x in weights.items())
+
+
 def test_a_record_whose_replacement_was_cut_off_is_found_in_its_old_folder(tmp_path, tiny):
     """As a power cut leaves it, between the two renames: only the old folder is there."""
     folder = record_folder("test", "tiny", 0, tmp_path)
