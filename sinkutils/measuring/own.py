@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils.measuring.tally import Edit, Source, Tally, changed
@@ -25,6 +26,7 @@ class OwnModel(Source):
 
     kind = "TransformerLM"
     edit: Edit | None = None
+    hidden: Tensor | None = None  # (T, T): True where query i of a text may not see key j
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
         self.model = model
@@ -60,11 +62,12 @@ class OwnModel(Source):
         v: Tensor,
         spec: AttentionSpec,
         extras: Mapping[str, Any],
-    ) -> None:
+    ) -> Tensor | None:
+        """Add a layer's attention to the tally. Where keys are hidden, return the output."""
         if self.edit is not None and layer in self.edit.layers:
             part = {"q": q, "k": k, "v": v}[self.edit.part]
-            # Surgery is the one case in which we do more than observe. We write into the tensors
-            # that the model has handed us, and it computes its output from them.
+            # An edit does more than observe. It is written into the tensors that the model has
+            # handed us, and the model computes its output from them.
             part.copy_(changed(self.edit.change, part))
         tally = self.tally
         first = self.first
@@ -74,13 +77,17 @@ class OwnModel(Source):
             tally.sink_logits[layer] = float(extras["sink_logit"].mean())
         B, H, T, _ = q.shape
         length = T - first  # of the text
+        hidden = self.hidden
+        if hidden is not None:
+            hidden = F.pad(hidden, (first, 0, first, 0))[:T, :T]  # every query sees x*
         # A long text is measured some queries at a time, so that memory grows with its length only.
         size = max(1, MOST_SHARES // (B * H * T))
         parts = []
         # The row of x*, which sees only itself, is left out.
         for start in range(first, T, size):
             rows = q[:, :, start : start + size]
-            shares = attention_shares(rows, k, v, spec, extras, start)  # (B, H, rows, S)
+            of_rows = None if hidden is None else hidden[start : start + size]
+            shares = attention_shares(rows, k, v, spec, extras, start, of_rows)  # (B, H, rows, S)
             # The columns are k* or x*, if there is one, followed by the keys of the text.
             reduced = tally.reduced(layer, shares[..., -length:])
             if first or spec.has_star:
@@ -89,6 +96,15 @@ class OwnModel(Source):
                 reduced = reduced._replace(entropy=torch.special.entr(shares).sum(dim=-1))
             parts.append(reduced)
         tally.add(layer, parts)
+        if hidden is None:
+            return None
+        # One text at a time, since the whole attention matrix is in memory.
+        outs = []
+        for text in range(B):
+            one = slice(text, text + 1)
+            out, _ = attend(q[one], k[one], v[one], spec, hidden=hidden, **extras)
+            outs.append(out)
+        return torch.cat(outs)
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, self._text(hidden))
@@ -103,6 +119,7 @@ def attention_shares(
     spec: AttentionSpec,
     extras: Mapping[str, Any],
     start: int | None = None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """The shares of attention from which alpha is computed, (B, H, T, S), in float64.
 
@@ -122,7 +139,8 @@ def attention_shares(
     wide: Any = {name: widened(x) for name, x in extras.items() if name != "mlp"}
     if "mlp" in extras:
         wide["mlp"] = learned_kernel
-    _, weights = attend(widened(q), widened(k), widened(v), spec, start=start, **wide)
+    wide |= {"start": start, "hidden": hidden}
+    _, weights = attend(widened(q), widened(k), widened(v), spec, **wide)
     weights = weights.abs()
     # A row of softpick may sum to less than `scale`. The rest is attention to no key, and must not
     # be distributed over the keys.

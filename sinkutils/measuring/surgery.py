@@ -11,13 +11,12 @@ Each takes ids as `measure` does: a tensor (samples, T) with or without `attenti
 tokenizer returns. Padding is cut off, and texts of one length run together.
 
 Nothing is trained, and afterwards the model is in its original state. Attention is read as in
-`measure`, so that the numbers of a report have the same definition. `untouched`, `edit` and
-`set_back` accept a `TransformerLM` or a causal LM of transformers. The other three need a KV cache,
-and accept only the latter.
+`measure`, so that the numbers of a report have the same definition. A model is a `TransformerLM` or
+a causal LM of transformers; `transplant` needs a KV cache, and accepts only the latter.
 
-On a model of transformers the check of `measure` runs first, on at most 16 tokens. An operation
-that needs a cache also runs one token. Layers, blocks and hidden dimensions count from 0, as in
-`measure`, and positions from 1.
+On a model of transformers the check of `measure` runs first, on at most 16 tokens. The last three
+operations also run one token, to see that its cache holds keys and values. Layers, blocks and
+hidden dimensions count from 0, as in `measure`, and positions from 1.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def untouched(
         vocabulary, the logits of a long text cost as much as all blocks.
 
     Like all functions here, it raises ValueError for a model whose attention is not read through
-    transformers' interface. The functions that need a cache also refuse a model that keeps anything
+    transformers' interface. `hide`, `stream` and `transplant` also refuse a model that keeps anything
     but keys and values between tokens: linear layers, a second state, an index of keys.
     """
     with operating(model, ids, attention_mask) as (source, inputs, _):
@@ -279,6 +278,8 @@ def transplant(
     k* and v* take the place of a token in front of the text. So the text has the positions 2..T+1,
     and k* has the first, at which rotary does not turn a key.
     """
+    own = isinstance(model, TransformerLM)
+    require(not own, "transplant needs a KV cache, and TransformerLM has none: use edit")
     with operating(model, ids, attention_mask, cache=True) as (source, inputs, _):
         source.check_positions(inputs.positions + 1)
         texts = Inputs(donors, None, (1,)).texts
@@ -310,8 +311,8 @@ def operating(
 
     When it ends, the model is in its original state. Yields what observes the model, an `OwnModel`
     or a `Capture`, the texts, and the state to which changes are added.
-    cache: whether the operation needs a model that keeps keys and values, and nothing else, between
-        tokens.
+    cache: whether the operation needs a model of transformers to keep keys and values, and nothing
+        else, between tokens.
     """
     inputs = Inputs(ids, attention_mask, (1,))
     alone = "surgery takes one text a row, whose positions count from the first"
@@ -323,8 +324,6 @@ def operating(
         state.evaluate(model)
         source: OwnModel | Capture
         if isinstance(model, TransformerLM):
-            needs = "hide, stream and transplant need a KV cache, and TransformerLM has none"
-            require(not cache, f"{needs}: use edit")
             source = OwnModel(model, Tally(TARGETS, int(inputs.lengths.max())))
         else:
             source = observe(model, Pass(), state)
@@ -398,6 +397,7 @@ def run(
         if isinstance(source, OwnModel):
             source.tally = tally
             source.edit = edit
+            source.hidden = hidden
             logits = source.model(batch.ids.to(source.device), source)
         else:
             # The forward pass appends to the cache, so each batch needs a new one.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinkutils.checks import Refused, choice, first_line, instance, real, require
 from sinkutils.model.config import SIMILARITY_NAMES, SOFTMAX, AttentionSpec
-from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, visible
+from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, shown, visible
 
 __all__ = ["attend", "register"]
 
@@ -150,6 +150,7 @@ def attend(
     *,
     documents: Tensor | None = None,
     first_keys: int = 0,
+    hidden: Tensor | None = None,
     start: int | None = None,
     logit_scale: float | None = None,
     return_lse: bool = False,
@@ -164,6 +165,7 @@ def attend(
         query sees its own document alone, whose first keys are its prefix. Equal numbers have to
         stand together.
     first_keys: how many first keys a window never hides, of each document if there are several.
+    hidden: (T, S) booleans, True where a query may not see a key that it would see otherwise.
     start: the 0-based position of the first query among the keys; None: S - T, so that the last
         query stands at the last key. With start >= S every key comes before every query, as in the
         first part of a context that is split.
@@ -183,7 +185,7 @@ def attend(
     k, v = one_key_per_query_head(q, k, v)
     start = check_start(q, k, start)
     check_extras(q, v, spec, learned, max(k.shape[2], start + q.shape[2]))
-    seen = seen_keys(q, k, spec, start, first_keys, documents)
+    seen = seen_keys(q, k, spec, start, first_keys, documents) & shown(hidden, q, k)
     choice("lse_base", lse_base, ("e", "2"))
     require(
         not return_lse or (spec.is_softmax and not spec.differential),

@@ -11,7 +11,8 @@ T is one more than the number of ids.
     block(layer, hidden, before_norm)         h^l, and h^l before the last norm of a post-norm block
                                               (for other blocks, h^l again)
 
-An observer may also change them in place, as surgery does with q, k and v.
+An observer may also change them in place, as surgery does with q, k and v. If its `attention`
+returns a tensor (B, H, T, D), that is the output of the operation.
 """
 
 from __future__ import annotations
@@ -161,9 +162,11 @@ class Attention(nn.Module):
             k = attention.rotate(k, cos, sin).to(v.dtype)
         # The attention operation.
         extras = self.extras(tables, v.dtype)
+        out = None  # (B, H, T, D)
         if observer is not None:
-            observer.attention(self.layer, q, k, v, spec, extras)
-        out = fast.attention_output(q, k, v, spec, **extras)  # (B, H, T, D)
+            out = observer.attention(self.layer, q, k, v, spec, extras)
+        if out is None:
+            out = fast.attention_output(q, k, v, spec, **extras)
         # The heads' outputs are normed, gated and merged.
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)

@@ -53,6 +53,20 @@ def check_start(q: Tensor, k: Tensor, start: int | None) -> int:
     return S - T
 
 
+def shown(hidden: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    """The keys that are not hidden from a query beside those that the mask hides, (T, S)."""
+    size = (q.shape[2], k.shape[2])
+    if hidden is None:
+        return torch.ones(size, dtype=torch.bool, device=q.device)
+    checks.instance("hidden", hidden, Tensor)
+    require(
+        hidden.dtype == torch.bool and hidden.shape == size,
+        f"hidden must be booleans of the shape {size}, one per query and key; got {hidden.dtype} "
+        f"of the shape {tuple(hidden.shape)}",
+    )
+    return ~hidden.to(q.device)
+
+
 def seen_keys(
     q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_keys: int, documents: Tensor | None
 ) -> Tensor:

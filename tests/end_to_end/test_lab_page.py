@@ -698,6 +698,7 @@ def test_a_page_with_a_model_of_ones_own(driver, tmp_path):
     assert "Recorded are" in by_id(driver, "recorded").text
     assert driver.execute_script("return window.ran") is None
     assert driver.find_elements(By.CSS_SELECTOR, "#map img, #report img, #words img") == []
+    assert "first token hidden" in by_id(driver, "words-table").text
     assert "of 16 heads" in by_id(driver, "summary").text
     far = """
         const { labels: { length: T }, alpha, weightIn } = results.edited;

@@ -110,6 +110,21 @@ def test_a_window_keeps_its_first_keys_also_for_queries_at_the_end():
         same(attend(q, k, v, AttentionSpec(window=3), first_keys=first)[0], expected)
 
 
+def test_hidden_keys_are_not_seen_and_a_mask_of_another_shape_is_refused():
+    q, k, v = draw(T=4)
+    hidden = torch.arange(36).view(4, 9) % 3 == 0
+    for window in (None, 3):
+        expected, _ = by_hand(
+            q, k, v,
+            lambda b, i, j, w=window or 9: j <= i + 5 and i + 5 - j < w and not hidden[i, j],
+        )  # fmt: skip
+        same(attend(q, k, v, AttentionSpec(window=window), hidden=hidden)[0], expected)
+    says = r"hidden must be booleans of the shape \(4, 9\)"
+    for wrong in (hidden.T, hidden.long(), hidden[None]):
+        refuses(says, attend, q, k, v, hidden=wrong)
+    refuses("hidden must be of type Tensor", attend, q, k, v, hidden=[[True]])
+
+
 @pytest.mark.parametrize("cut", [2, 5])
 def test_two_halves_merge_to_the_whole_by_their_log_sum_exp(cut):
     q, k, v = draw(T=4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import recall
 import torch
-from helpers import own_model, refused, refuses, tokens
+from helpers import own_model, refused, refuses, tokens, word_tokenizer
 from open_lms import rounded
 from small_models import build, eager_maps
 from torch.testing import assert_close
@@ -31,6 +31,7 @@ from sinkutils.measuring.surgery import (
     untouched,
 )
 from sinkutils.model.attention import AttentionSpec, attend, rotate
+from sinkutils.plots.lab import said_next
 
 # What makes three blocks of a family
 MIXED = ["full_attention", "sliding_attention"]
@@ -158,10 +159,8 @@ def test_rounded_keys_and_values_are_those_of_their_texts_nearest_levels(model, 
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    with refused(
-        "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit"
-    ):
-        hide(own_model(), ids)
+    with refused("transplant needs a KV cache, and TransformerLM has none: use edit"):
+        transplant(own_model(), ids, ids)
     with refused("BloomForCausalLM has attention outside transformers' interface"):
         hide(build("bloom"), ids)
     with refused("needs a TransformerLM or a causal LM of transformers, got LlamaModel"):
@@ -222,6 +221,82 @@ def test_an_edited_model_of_ours_computes_its_equations_with_the_change(place, l
     assert (logits - plain).abs().max() > 1e-3
     with torch.no_grad():
         assert torch.equal(ours(ids), own_like(ours)(ids))
+
+
+VARIANTS = {
+    "softmax": {},
+    "sigmoid": {"attention": AttentionSpec(similarity="sigmoid", normalizer="none")},
+    "ALiBi": {"position": "alibi"},
+    "a window": {"attention": AttentionSpec(window=4)},
+    "k*": {"attention": AttentionSpec(bias="k")},
+    "x*": {"sink_token": True},
+}
+HIDING = {
+    "the first key": (hide, lambda i, j: j == 0),
+    "the first key later": (partial(hide, since=5), lambda i, j: j == 0 and i >= 4),
+    "the far keys": (partial(stream, window=3, sinks=1), lambda i, j: j > 0 and i - j >= 3),
+}
+
+
+def shown_keys(q, k, v, spec, hides, first, extras):
+    """Output (B, H, T, D) and |A_ij| over its row's sum, (B, H, T, S), of the keys that a row sees."""
+    B, H, T, D = q.shape
+    shares, outs = torch.zeros(B, H, T, T), []
+    for i in range(T):
+        sees = [j for j in range(i + 1) if i - j < (spec.window or T)]
+        # Positions in the text, which x* stands in front of, if there is one
+        sees = [j for j in sees if j < first or j == i or not hides(i - first, j - first)]
+        logits = (q[:, :, i, None] * k[:, :, sees]).sum(dim=-1) / D**0.5
+        if "distance_bias" in extras:
+            logits = logits + extras["distance_bias"][:, [i - j for j in sees]]
+        f = logits.sigmoid() if spec.similarity == "sigmoid" else logits.exp()
+        total = f.sum(dim=-1, keepdim=True)
+        if spec.has_key_bias:  # its value is zero
+            total = (
+                total
+                + (q[:, :, i] * extras["key_bias"]).sum(dim=-1, keepdim=True).div(D**0.5).exp()
+            )
+        shares[:, :, i, sees] = f / total
+        weights = f if spec.normalizer == "none" else f / total
+        outs.append((weights[..., None] * v[:, :, sees]).sum(dim=2))
+    return torch.stack(outs, dim=2), shares
+
+
+@pytest.mark.parametrize("what", HIDING)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_keys_of_a_model_of_ours_are_keys_that_its_rows_do_not_have(
+    monkeypatch, variant, what
+):
+    ours, ids, maps = own_model(gain=1.5, **VARIANTS[variant]), tokens(4, LENGTH), []
+    first = int(ours.config.sink_token)
+    operate, hides = HIDING[what]
+    found, plain = operate(ours, ids), untouched(ours, ids)
+
+    def plainly(q, k, v, spec, **extras):
+        out, shares = shown_keys(q, k, v, spec, hides, first, extras)
+        maps.append(shares[..., first:, first:])
+        return out
+
+    monkeypatch.setattr("sinkutils.model.fast.attention_output", plainly)
+    with torch.no_grad():
+        logits = ours(ids)
+    log_p = logits.log_softmax(dim=-1)
+    expected = -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
+    alpha = torch.stack(maps, dim=1)[..., 0].mean(dim=-1)  # (B, L, H)
+    assert_close(found.report.alpha[:, 0].float(), alpha, atol=1e-4, rtol=1e-4)
+    if not (variant == "a window" and what != "the first key"):
+        assert (found.losses - plain.losses).abs().max() > 1e-3
+    assert not any(p.grad is not None for p in ours.parameters()) and not found.losses.requires_grad
+
+
+def test_the_lab_of_a_model_of_ours_says_what_it_does_without_its_first_key():
+    ours, ids = own_model(), tokens(1, LENGTH)
+    rows = said_next(ours, ids, word_tokenizer(57), measure(ours, ids))
+    assert [row["row"] for row in rows] == ["words_untouched", "words_hidden", "words_set_back"]
+    assert_close(
+        torch.tensor(rows[1]["shares"]), (-hide(ours, ids).losses[0]).exp(), atol=1e-4, rtol=0
+    )
 
 
 def own_like(model):
