@@ -2,7 +2,7 @@
 data/lost_key.json:
 
     python benchmarks/lost_key.py smollm2 gemma-3-270m laptop/fixed_1/0 laptop/fixed_1/1 \\
-        laptop/fixed_1/2
+        laptop/fixed_1/2 QWEN'S_FOLDER
 
 A cache that loses k_1 loses two things at once: A_i1 v_1 in each output, and a weight A_i1 that goes
 to the other keys, whose outputs grow by 1 / (1 - A_i1). Here they are lost one at a time. Notebooks
@@ -71,15 +71,17 @@ def losing(model: Any, case: str) -> Iterator[None]:
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         groups = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
+        kind = q.dtype
+        q = q.float()  # attention is computed in float32, whatever the weights are
+        k = k.float().repeat_interleave(groups, dim=1)
+        v = v.float().repeat_interleave(groups, dim=1)
         rows = torch.arange(q.shape[2])
         behind = rows[:, None] - rows >= WINDOW - 1
         forgotten = behind & (rows > 0)  # (T, T)
         logits = q @ k.mT * scaling + mask
         logits = logits.masked_fill(forgotten, -torch.inf)
         out = output(logits, v, case, rows >= WINDOW)
-        return out.transpose(1, 2).contiguous(), None
+        return out.transpose(1, 2).contiguous().to(kind), None
 
     AttentionInterface.register("losing", attend)
     AttentionMaskInterface.register("losing", eager_mask)
@@ -154,8 +156,9 @@ def main() -> None:
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name in sys.argv[1:]:
         measured = subject(name)
-        losses = of_our_own(measured) if "/" in name else of_a_real_model(measured)
-        known[name] = short(losses)
+        own = isinstance(measured.model, TransformerLM)
+        losses = of_our_own(measured) if own else of_a_real_model(measured)
+        known[name if own else measured.name] = short(losses)
         path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         print(name)
 

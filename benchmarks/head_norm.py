@@ -1,0 +1,86 @@
+"""Does a norm of each head's output take the sink away? Into data/head_norm.json:
+
+    python benchmarks/head_norm.py SEED [SEED ..]
+
+The first query sees one value, the others a mixture, which is shorter. arXiv 2605.06611 proposes an
+RMSNorm of each head's output, before the output projection, so that both have one length. Here it is
+built into the baseline of `minute`, with the fixed first token and with ordinary ones, beside the
+same training without it. Some two minutes a run on one core; a run that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from inside import keep
+from torch import Tensor, nn
+
+from sinkutils.measuring.measure import measure
+from sinkutils.paths import LEDGER
+from sinkutils.study import grid
+from sinkutils.study.corpus import load_corpus
+from sinkutils.study.step import reproducible
+from sinkutils.study.train import Run
+
+SETTINGS = {"fixed first token": "fixed_1", "ordinary first tokens": "default"}
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head's output, without gains: (B, T, H D) -> (B, T, H D)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (self.heads, -1))
+        return F.rms_norm(heads, heads.shape[-1:]).flatten(-2)
+
+
+def trained(experiment: str, seed: int, normed: bool) -> dict[str, Any]:
+    """The sink and the loss at the end of a run."""
+    config = grid.config(experiment, "minute", seed)
+    run = Run(config, load_corpus(config.data.corpus, config.model.vocab_size), torch.device("cpu"))
+    if normed:
+        for block in run.model.blocks:
+            block.attention.out = nn.Sequential(
+                HeadNorm(config.model.num_heads), block.attention.out
+            )
+    run.forward = torch.compile(run.task.loss)
+    while run.step < config.train.steps:
+        run.advance()
+    report = measure(run.model, run.probe)
+    alpha = report.alpha[:, 0].mean(dim=(0, 2))  # (L,)
+    even = report.floor  # alpha_1 of even attention
+    by_block = (alpha - even) / (1 - even)
+    with torch.no_grad():
+        loss = run.valid_loss()
+    assert report.hidden_peaks is not None
+    return {
+        "sink_1": report.sink(1),
+        "block_1": float(by_block[0]),
+        "later_blocks": float(by_block[1:].mean()),
+        "element": float(report.hidden_peaks[:, 0].max()),
+        "valid_loss": loss,
+    }
+
+
+def main() -> None:
+    file = LEDGER / "head_norm.json"
+    for seed in map(int, sys.argv[1:]):
+        for setting, experiment in SETTINGS.items():
+            for normed in (True, False):
+                kind = "normed" if normed else "plain"
+                name = f"{setting}, {kind}, seed {seed}"
+                if file.exists() and name in json.loads(file.read_text(encoding="utf-8")):
+                    continue
+                with reproducible(torch.device("cpu")):
+                    keep("head_norm", name, trained(experiment, seed, normed))
+
+
+if __name__ == "__main__":
+    main()
