@@ -257,7 +257,7 @@ def test_the_command_measure_gives_what_it_is_asked(
 @pytest.mark.slow
 def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp_path, monkeypatch):
     texts = []
-    take = "sinkutils.study.corpus.load_corpus"
+    take = "sinkutils.study.task.load_corpus"
     monkeypatch.setattr(take, lambda name, *_, **__: texts.append(name) or corpus)
     usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
