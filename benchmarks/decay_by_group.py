@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from inside import keep
+from inside import excess, keep
 from torch import Tensor
 
 from sinkutils.measuring.measure import measure
@@ -71,9 +71,7 @@ def trained(case: str, seed: int) -> dict[str, Any]:
             weight.mul_(1 - rate * decay)
         run.advance()
     report = measure(run.model, run.probe)
-    alpha = report.alpha[:, 0].mean(dim=(0, 2))  # (L,)
-    even = report.floor  # alpha_1 of even attention
-    by_block = (alpha - even) / (1 - even)
+    by_block = excess(report.alpha[:, 0].mean(dim=(0, 2)), report.length)  # (L,)
     with torch.no_grad():
         loss = run.valid_loss()
     sizes: dict[str, float] = dict.fromkeys(GROUPS, 0.0)

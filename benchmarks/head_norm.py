@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from inside import keep
+from inside import excess, keep
 from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
@@ -54,9 +54,7 @@ def trained(experiment: str, seed: int, normed: bool) -> dict[str, Any]:
     while run.step < config.train.steps:
         run.advance()
     report = measure(run.model, run.probe)
-    alpha = report.alpha[:, 0].mean(dim=(0, 2))  # (L,)
-    even = report.floor  # alpha_1 of even attention
-    by_block = (alpha - even) / (1 - even)
+    by_block = excess(report.alpha[:, 0].mean(dim=(0, 2)), report.length)  # (L,)
     with torch.no_grad():
         loss = run.valid_loss()
     assert report.hidden_peaks is not None

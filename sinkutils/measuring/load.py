@@ -321,7 +321,7 @@ def _why_too_large(path: Path) -> str:
     """Why config.json is of another model than the weights beside it: one of 20 times as many.
 
     transformers takes its defaults for sizes that config.json lacks, and builds the whole model
-    before it compares shapes: for {"model_type": "llama"} that takes 27 GB.
+    before it compares shapes, which may need more memory than there is.
     """
     from transformers import AutoConfig
 
