@@ -10,20 +10,17 @@ same training without it. Some two minutes a run on one core; a run that is ther
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from inside import excess, keep
+from minute import is_made, trained
 from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
-from sinkutils.paths import LEDGER
-from sinkutils.study import grid
-from sinkutils.study.corpus import load_corpus
-from sinkutils.study.step import reproducible
 from sinkutils.study.train import Run
 
 SETTINGS = {"fixed first token": "fixed_1", "ordinary first tokens": "default"}
@@ -41,18 +38,18 @@ class HeadNorm(nn.Module):
         return F.rms_norm(heads, heads.shape[-1:]).flatten(-2)
 
 
-def trained(experiment: str, seed: int, normed: bool) -> dict[str, Any]:
+def put_norm(run: Run) -> None:
+    """Norm each head's output, in front of the output projection."""
+    for block in run.model.blocks:
+        norm = HeadNorm(run.config.model.num_heads)
+        block.attention.out = nn.Sequential(norm, block.attention.out)
+
+
+CHANGES: dict[str, Callable[[Run], None]] = {"normed": put_norm, "plain": lambda run: None}
+
+
+def numbers(run: Run) -> dict[str, Any]:
     """The sink and the loss at the end of a run."""
-    config = grid.config(experiment, "minute", seed)
-    run = Run(config, load_corpus(config.data.corpus, config.model.vocab_size), torch.device("cpu"))
-    if normed:
-        for block in run.model.blocks:
-            block.attention.out = nn.Sequential(
-                HeadNorm(config.model.num_heads), block.attention.out
-            )
-    run.forward = torch.compile(run.task.loss)
-    while run.step < config.train.steps:
-        run.advance()
     report = measure(run.model, run.probe)
     by_block = excess(report.alpha[:, 0].mean(dim=(0, 2)), report.length)  # (L,)
     with torch.no_grad():
@@ -68,16 +65,12 @@ def trained(experiment: str, seed: int, normed: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    file = LEDGER / "head_norm.json"
     for seed in map(int, sys.argv[1:]):
         for setting, experiment in SETTINGS.items():
-            for normed in (True, False):
-                kind = "normed" if normed else "plain"
+            for kind, change in CHANGES.items():
                 name = f"{setting}, {kind}, seed {seed}"
-                if file.exists() and name in json.loads(file.read_text(encoding="utf-8")):
-                    continue
-                with reproducible(torch.device("cpu")):
-                    keep("head_norm", name, trained(experiment, seed, normed))
+                if not is_made("head_norm", name):
+                    keep("head_norm", name, numbers(trained(experiment, seed, change)))
 
 
 if __name__ == "__main__":
