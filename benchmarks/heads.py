@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from inside import blocks, keep, passed
+from inside import BATCH, blocks, keep, passed
 from open_lms import FEW, usual_first
 from scipy import stats
 from torch import Tensor, nn
@@ -93,9 +93,14 @@ def numbers(measured: Subject) -> dict[str, Any]:
 
 
 def plain_loss(model: Any, ids: Tensor) -> Tensor:
-    """The mean loss of tokens 2 to T in one ordinary pass."""
-    logits = model(ids) if isinstance(model, TransformerLM) else model(ids, use_cache=False).logits
-    return nn.functional.cross_entropy(logits[:, :-1].float().mT, ids[:, 1:])
+    """The mean loss of tokens 2 to T in ordinary passes."""
+    sums = torch.zeros(())
+    for batch in ids.split(BATCH):
+        own = isinstance(model, TransformerLM)
+        logits = model(batch) if own else model(batch, use_cache=False).logits
+        nats = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        sums += nats * len(batch)
+    return sums / len(ids)
 
 
 def main() -> None:
