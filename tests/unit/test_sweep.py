@@ -434,6 +434,11 @@ def test_a_time_limit_that_slurm_does_not_know_is_refused(limit):
     refuses("time must be a limit such as 90", minutes_of, limit)
 
 
+@pytest.mark.parametrize("limit", ["0", "0:00", "0-0"])
+def test_a_time_limit_of_nothing_which_is_none_to_slurm_is_refused(limit):
+    refuses("time must be more than nothing", minutes_of, limit)
+
+
 def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs):
     pytest.importorskip("submitit")
     monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
@@ -443,6 +448,8 @@ def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs):
     fake_slurm.install(tmp_path / "queue")
     monkeypatch.setenv("PATH", f"{tmp_path / 'queue'}{os.pathsep}{usual}")
     refuses("Slurm took no job: .*invalid partition", of_smoke, slurm={"partition": "night"})
+    refuses("Slurm took no job: .*Invalid account", of_smoke, slurm={"account": "other"})
+    refuses("Slurm took no job: .*Invalid numeric value", of_smoke, slurm={"cpus_per_task": "0"})
     refuses("time must be", of_smoke, slurm={"time": "soon"})
     assert [file.name for file in runs.iterdir()] == ["logs"]
 
