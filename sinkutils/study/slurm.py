@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkutils.checks import first_line, require
+from sinkutils.checks import Refused, first_line, require
 from sinkutils.study.config import RunConfig
 from sinkutils.study.sweep import Batch, Ended, RunOutcome, Workers, say
 
@@ -96,7 +96,7 @@ def submit(
         with contextlib.redirect_stderr(io.StringIO()), executor.batch():
             submitted = [executor.submit(job) for job in jobs]
     except RuntimeError as error:
-        raise ValueError(f"Slurm took no job: {' '.join(str(error).split())}") from error
+        raise Refused(f"Slurm took no job: {' '.join(str(error).split())}") from error
     number, _, _ = submitted[0].job_id.partition("_")
     say(f"the queue has job {number} in {len(jobs)} parts, which outlive this sweep (squeue)")
     outcomes = list[RunOutcome]()

@@ -59,7 +59,8 @@ if told["cut"]:
         return world
 
     shared.join = cut
-record = train(config, told["runs"], corpus=Corpus(Path(told["corpus"])), device="cpu", checkpoint_seconds=0)
+options = {"device": "cpu", "checkpoint_seconds": 0, "keep_weights": True}
+record = train(config, told["runs"], corpus=Corpus(Path(told["corpus"])), **options)
 assert record.status == "done"
 if os.environ["RANK"] == "0":
     Path(told["losses"]).write_text(json.dumps(losses))
@@ -85,7 +86,8 @@ def alone(config, corpus, runs):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(Run, "advance", lambda run: losses.update({run.step: float(advance(run))}))
-        return losses, train(config, runs, corpus=corpus, device="cpu", progress=False)
+        options = {"device": "cpu", "progress": False, "keep_weights": True}
+        return losses, train(config, runs, corpus=corpus, **options)
 
 
 @pytest.fixture
@@ -117,6 +119,8 @@ def test_two_processes_make_the_record_of_one_and_go_on_where_one_was_lost(tmp_p
             assert point["valid_loss"] == pytest.approx(other["valid_loss"], abs=2e-4)
             assert point["excess_1"] == pytest.approx(other["excess_1"], abs=2e-4)
         torch.testing.assert_close(record.arrays, single.arrays, atol=1e-3, rtol=0)
+        weights = record.load_model().state_dict()
+        torch.testing.assert_close(weights, single.load_model().state_dict(), atol=1e-4, rtol=0)
     assert shared_record.provenance["processes"] == 2 and shared_record.provenance["sharded"]
     assert shared_record.provenance["began_on"][0]["processes"] == 2
     assert "processes" not in single.provenance
