@@ -2,8 +2,8 @@
 
     python benchmarks/fake_slurm.py FOLDER; PATH=FOLDER:$PATH python -m sinkutils sweep --preset smoke --slurm
 
-It knows sbatch (with arrays), srun, scontrol requeue and update, scancel --signal, sacct, and one partition, "main".
-The state of the queue is files in FOLDER. benchmarks/slurm_here.sh starts Slurm itself, on one machine.
+It knows sbatch (with arrays), srun, scontrol requeue and update, scancel --signal, sacct, the partition "main" and the
+account "mine". The state of the queue is files in FOLDER. benchmarks/slurm_here.sh starts Slurm itself, on one machine.
 """
 
 import os
@@ -35,6 +35,11 @@ def sbatch(queue: Path, script: str) -> None:
     if partition != "main":
         print(f"sbatch: error: invalid partition specified: {partition}", file=sys.stderr)
         sys.exit("sbatch: error: Batch job submission failed: Invalid partition name specified")
+    if options.get("account", "mine") != "mine":
+        reason = "Invalid account or account/partition combination specified"
+        sys.exit(f"sbatch: error: Batch job submission failed: {reason}")
+    if options.get("cpus-per-task") == "0":
+        sys.exit('sbatch: error: Invalid numeric value "0" for --cpus-per-task.')
     number = str(17 + len([*queue.glob("script-*")]))
     (queue / f"script-{number}").write_text(Path(script).read_text())
     (queue / "names").open("a").write(options["job-name"] + "\n")

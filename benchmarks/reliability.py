@@ -324,6 +324,8 @@ def requeue_at_random(
                         with suppress(ProcessLookupError):
                             fake_slurm.scancel(sweeps.queue, job, "--signal", "USR2")
                             told += 1
+            if process.returncode != 0:
+                raise RuntimeError(sweeps.log(name).read_text()[-2000:])
         assert sweeps.results(name) == expected
     counts = {"told": told, "queued_again": queued_again(), "rounds": rounds}
     return {**counts, "records": rounds * len(expected)}

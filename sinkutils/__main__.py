@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from sinkutils.checks import Refused
+from sinkutils.checks import Refused, launched
 from sinkutils.commands import WRONG, parser
 
 # Exit statuses.
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
     options = parser().parse_args(arguments)
+    rank, _ = launched()
     before = signal.signal(signal.SIGTERM, terminated)
     try:
         with warnings.catch_warnings():
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt as stop:
         goes_on = options.command in ("train", "sweep")
-        say("stopped; run the same command again to go on" if goes_on else "stopped")
+        if rank == 0:
+            say("stopped; run the same command again to go on" if goes_on else "stopped")
         return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
     except Exception as error:
         kind = type(error).__name__
@@ -71,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split()) or kind
         if kind == "ModuleNotFoundError":
             message += "; an extra brings it: sinkutils[notebooks], [hub], [models] or [slurm]"
-        say(message)
+        if rank == 0 or not isinstance(error, Refused):  # all processes refuse the same input
+            say(message)
         return LOCKED if kind == "RunLocked" else WRONG
     finally:
         signal.signal(signal.SIGTERM, before)

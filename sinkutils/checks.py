@@ -6,6 +6,7 @@ Each raises `Refused`, a ValueError that names the argument, says what it must b
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
@@ -164,3 +165,14 @@ def device(name: str | torch.device | None) -> torch.device:
         there = (target.index or 0) < count
         require(there, f"{wanted}, but PyTorch sees {count} of that kind here")
     return target
+
+
+def launched() -> tuple[int, int]:
+    """The rank of this process, from 0, among those that a launcher has started, and their number.
+
+    A launcher, such as torchrun, sets four variables. One that is left over from elsewhere does not
+    count. Without a launcher the result is (0, 1).
+    """
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

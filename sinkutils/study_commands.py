@@ -120,6 +120,7 @@ def train_options(command: Parser) -> None:
 def train_command(options: argparse.Namespace) -> None:
     """Train or fine-tune one experiment and write its record; a killed run continues."""
     from sinkutils.checks import device as find_device
+    from sinkutils.checks import launched
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
     from sinkutils.study.train import train
@@ -134,7 +135,8 @@ def train_command(options: argparse.Namespace) -> None:
         record = train(run, device=device, keep_weights=keep, **where)
         restarted = record.provenance.get("restarted")
         outcome.update(status=record.status, reason=record.reason, restarted=restarted)
-    if os.environ.get("RANK", "0") != "0":  # the first of several processes says it
+    rank, _ = launched()
+    if rank > 0:  # the first of several processes says it
         return
     name = short_name(record.folder)
     if record.status == "failed":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -20,14 +22,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return contents if isinstance(contents, dict) else {}
 
 
-def count_weights(path: Path) -> int:
-    """How many weights the safetensors files in a folder hold, by their headers."""
-    count = 0
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # it is no dict
-                count += math.prod(opened.get_slice(key).get_shape())
-    return count
+def weights(file: Path) -> dict[str, Tensor]:
+    """The weights in a file by name, whose numbers are read from the disk once they are used."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    lazily = is_zipfile(file)  # older files are no archives, and are read whole
+    held = torch.load(file, map_location="cpu", weights_only=True, mmap=lazily)
+    return {key: x for key, x in held.items() if isinstance(x, Tensor)}
+
+
+def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights in a folder, by name: of its .safetensors files, or else of its .bin files."""
+    for file in [*folder.glob("model*.safetensors")] or folder.glob("pytorch_model*.bin"):
+        yield from weights(file).items()
 
 
 def first_difference(single: Path, index: Path) -> str | None:
@@ -35,29 +42,24 @@ def first_difference(single: Path, index: Path) -> str | None:
     places = read_config(index).get("weight_map")
     if not isinstance(places, dict) or set(places.values()) <= {single.name}:
         return None
-    with safe_open(single, "pt") as one:
-        keys = set(one.keys())
-        if keys != set(places):
-            return str(min(keys ^ set(places)))
-        for file in sorted(set(places.values())):
-            shard = single.with_name(str(file))
-            if not shard.is_file():
-                return f"{file} is not there"
-            with safe_open(shard, "pt") as other:
-                for key in (key for key, place in places.items() if place == file):
-                    there = key in other.keys()
-                    if not there or not torch.equal(one.get_tensor(key), other.get_tensor(key)):
-                        return str(key)
+    one = weights(single)
+    if one.keys() != places.keys():
+        return str(min(one.keys() ^ places.keys()))
+    for file in sorted(set(places.values())):
+        try:
+            other = weights(single.with_name(str(file)))
+        except Exception:  # of any kind
+            return f"{file} is not there, or damaged"
+        for key in (key for key, place in places.items() if place == file):
+            if key not in other or not torch.equal(one[key], other[key]):
+                return str(key)
     return None
 
 
-def whole_numbers(path: Path) -> str | None:
+def whole_numbers(folder: Path) -> str | None:
     """A matrix of integers among the weights in a folder, with its type, or None."""
-    for file in path.glob("model*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # it is no dict
-                part = opened.get_slice(key)
-                kind = part.get_dtype()
-                if key.endswith(".weight") and len(part.get_shape()) > 1 and kind[0] in "IU":
-                    return f"{key}: {kind}"
+    for key, x in weights_in(folder):
+        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if key.endswith(".weight") and x.ndim > 1 and integers:
+            return f"{key}: {x.dtype}"
     return None

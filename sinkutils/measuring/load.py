@@ -12,6 +12,7 @@ import re
 import struct
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,7 @@ from tqdm import tqdm
 
 from sinkutils.checks import choice, require
 from sinkutils.checks import device as find_device
-from sinkutils.measuring.files import (
-    count_weights,
-    first_difference,
-    read_config,
-    whole_numbers,
-)
+from sinkutils.measuring.files import first_difference, read_config, weights_in, whole_numbers
 from sinkutils.measuring.probes import WithoutTokenizer
 from sinkutils.measuring.real import (
     REAL_MODELS,
@@ -298,15 +294,20 @@ def _why_not_these(path: Path) -> str:
     transformers takes the first that is there of model.safetensors, its index of shards,
     pytorch_model.bin and its index.
     """
-    single, index = new = [path / "model.safetensors", path / "model.safetensors.index.json"]
-    old = [path / "pytorch_model.bin", path / "pytorch_model.bin.index.json"]
-    new, old = ([file for file in files if file.is_file()] for files in (new, old))
+    names = ("model.safetensors", "pytorch_model.bin")
+    pairs = ([path / name, path / f"{name}.index.json"] for name in names)
+    new, old = ([file for file in pair if file.is_file()] for pair in pairs)
     if not new and not old and (what := _what_it_is(path)):
         return f"has no model.safetensors: {what}"
-    if len(new) == 2 and (other := first_difference(single, index)):
+    used = new or old
+    other = None
+    with suppress(Exception):  # of any kind: `from_pretrained` meets it as well
+        other = first_difference(*used) if len(used) == 2 else None
+    if other:
+        single, index = (file.name for file in used)
         return (
-            f"holds model.safetensors and the shards of {index.name}, and they differ ({other}); "
-            "transformers would load the former without a word: move away those that you do not mean"
+            f"holds {single} and the shards of {index}, and they differ ({other}); transformers "
+            "would load the former without a word: move away those that you do not mean"
         )
     if new and old and old[0].stat().st_mtime > new[0].stat().st_mtime + 60:
         warnings.warn(
@@ -329,7 +330,7 @@ def _why_too_large(path: Path) -> str:
     if {"quantization_config", "auto_map"} & read_config(path / "config.json").keys():
         return ""
     try:
-        held = count_weights(path)
+        held = sum(x.numel() for _, x in weights_in(path))
         with torch.device("meta"):  # shapes without numbers
             model = _causal_lm("from_config", AutoConfig.from_pretrained(path))
     except Exception:  # of any kind: `from_pretrained` meets it as well, and `_why` explains it

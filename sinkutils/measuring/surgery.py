@@ -21,6 +21,7 @@ hidden dimensions count from 0, as in `measure`, and positions from 1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.pytorch_utils import Conv1D
 
 from sinkutils.checks import choice, integer, integers, require, short
 from sinkutils.measuring.batches import Batch, Ids, Inputs
@@ -49,8 +51,12 @@ __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untou
 
 TARGETS = (1, 2)  # the keys k of Sink_k
 ELEMENTS = 2**27  # the most logits in memory at a time
-# The names of an FFN's second projection in transformers, for blocks in which sizes do not tell
-SECOND = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "wo", "lin2", "linear_2")
+# How the name of an FFN's second projection ends in transformers
+SECOND = re.compile(
+    r"\b(down_proj|c_proj|fc2|dense_4h_to_h|fc_out|w2|wo|lin2|linear_2|output_linear|ffn\.2"
+    r"|(?<!attention\.)output\.dense)$",
+    re.IGNORECASE,
+)
 # What `edit` can change, and which of q, k and v it is
 PLACES = {"block": "", "query": "q", "key": "k", "value": "v", "neurons": ""}
 
@@ -146,7 +152,10 @@ def edit_block(
     """Change the hidden states that a block passes on, or the neurons of its FFN, by a hook."""
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (changed(change, args[0]),)
+        (x,) = args
+        # OPT, for instance, puts all tokens of a batch into one axis
+        by_text = x.unflatten(0, source.shape) if x.ndim == 2 else x
+        return (changed(change, by_text).view_as(x),)
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -168,22 +177,33 @@ def edit_block(
 
 
 def second_projection(source: Capture, block: nn.Module) -> nn.Module:
-    """The linear layer of a block's FFN that reads its neurons.
+    """The layer of a block's FFN that reads its neurons, whatever its class: a `Linear`, `Conv1D`,
+    an adapter around one.
 
-    It has many names in transformers, so we find it by its sizes. Where the FFN is as wide as the
-    hidden state, several layers have these sizes, and the names decide.
+    Its name tells, and its width where several layers have such a name, or none. Layers inside
+    attention do not count, nor do experts: each token takes its own, so that there is no (B, T, n).
     """
     config = source.config.get_text_config()
     width = getattr(config, "hidden_size", None)
     neurons = getattr(config, "intermediate_size", None)
-    linear = {name: part for name, part in block.named_modules() if isinstance(part, nn.Linear)}
-    sizes = (neurons, width)
-    found = {n: m for n, m in linear.items() if (m.in_features, m.out_features) == sizes}
-    if len(found) > 1:
-        found = {n: m for n, m in found.items() if n.split(".")[-1] in SECOND and "attn" not in n}
-    wanted = f"from its config's intermediate_size ({neurons}) to its hidden_size ({width})"
+    names = [name for name, _ in block.named_modules()]
+    has_experts = any("experts" in name.split(".") for name in names)
+    require(not has_experts, f"{source.kind} has experts, and each token takes neurons of its own")
+    attention = {part for layer in source.layers for part in layer.modules()}
+    sizes = {name: sizes_of(part) for name, part in block.named_modules() if part not in attention}
+    into = {name: n for name, (n, d) in sizes.items() if d == width}
+    named = [name for name in into if SECOND.search(name)]
+    found = named if len(named) == 1 else [n for n in named or into if into[n] == neurons]
+    wanted = f"from neurons (intermediate_size: {neurons}) to its hidden_size ({width})"
     require(len(found) == 1, f"{source.kind} has no one linear layer {wanted}")
-    return next(iter(found.values()))
+    return block.get_submodule(found[0])
+
+
+def sizes_of(part: nn.Module) -> tuple[Any, Any]:
+    """The sizes of what a linear layer takes and returns; (None, None) for other modules."""
+    if isinstance(part, Conv1D):
+        return part.nx, part.nf
+    return getattr(part, "in_features", None), getattr(part, "out_features", None)
 
 
 def set_back(

@@ -214,6 +214,11 @@ class Record:
                 and bool((abs(curve) < 2).all())  # also not true of NaN
             )
             require(fits, "its curve is no alpha of such a model")
+            report = self.metrics["final"].get("report")
+            if curve is not None and report:  # both hold alpha of x_1 at the end
+                last = report["alpha"][report["targets"].index(1)]
+                same = bool((abs(curve[-1, 0] - last) < 1e-3).all())
+                require(same, "its curve ends with another alpha than metrics.json")
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:

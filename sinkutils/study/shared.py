@@ -1,102 +1,74 @@
 """One run that several processes share, each on a device of its own, through Accelerate.
 
-    accelerate launch --num_processes 8 -m sinkutils train default --preset paper
     torchrun --nproc-per-node 8 -m sinkutils train default --preset paper
+    accelerate launch --config_file studies/fsdp.yaml -m sinkutils train softmax_1b --preset paper-1b
 
 Each process takes an equal part of the rows of every batch, and the gradients are averaged. So the
 batches and their order are those of a single process, and the numbers differ by rounding alone.
-Each process has all weights (DDP) or, after `accelerate launch --use_fsdp`, a part of them (FSDP2).
-The main process is the first. It alone evaluates, saves the state and writes the record.
+Each process has all weights (DDP) or a part of them (FSDP2). All of them evaluate, on the same
+weights. The first, the main process, saves the state and writes the record.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import os
 import time
 import warnings
-from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sinkutils.checks import require
-from sinkutils.measuring.report import Report
-from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.checks import launched, require
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig
 from sinkutils.study.corpus import Corpus
 from sinkutils.study.record import Folder, Record
 from sinkutils.study.step import conditions_of, reproducible
 from sinkutils.study.task import claim
 from sinkutils.study.train import Run, load_checkpoint, save_run, to_its_end
 
-# While the main process makes a text or evaluates, the others wait for it. If it is killed, the
-# launcher stops them.
-PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(days=1)  # the others wait so long while the main process makes a text
 LOST = ("peer", "NCCL", "gloo", "store")  # what PyTorch says if a process can no longer be reached
+UNSEEN = "does not see the main process's files: --runs must be a folder that all machines share"
 
 
 class SharedRun(Run):
-    """A run of which this is one process. `model` is the whole model, in the main process."""
+    """A run of which this is one process. Its `batch` is that of all processes."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, world: Any) -> None:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
         super().__init__(config, corpus, world.device)
         self.world = world
         self.main = world.is_main_process
-        self.sharded = world.distributed_type == "FSDP"
-
-    def share(self) -> None:
-        """Hand model and optimisers to Accelerate, once the state is that of the checkpoint."""
-        states = super().optimizer_states()
-        trained = self.model
-        if self.sharded and self.main:
-            self.model = copy.deepcopy(trained)  # this one stays whole
-        if self.sharded:
-            for optimizer in self.optimizers:
-                optimizer.state.clear()  # it is that of the whole parameters
-        self.trained, *self.optimizers = self.world.prepare(trained, *self.optimizers)
-        if self.sharded:
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                _cut(optimizer, state)
+        self.trained, *self.optimizers = world.prepare(self.model, *self.optimizers)
+        register_fsdp_forward_method(self.model, "hidden")  # `measure` calls it
 
     def update(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """As in a single process, on the rows of this one. Loss and norm are of the whole batch."""
-        config = self.config.train
         rows = batch.chunk(self.world.num_processes)[self.world.process_index]
-        parts = rows.split(config.micro_batch or len(rows))
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts, start=1):
-            # The gradients are averaged over the processes once, with those of the last part.
-            ends = number == len(parts)
-            with contextlib.nullcontext() if ends else self.world.no_sync(self.trained):
-                with self.autocast():
-                    loss = self.forward(self.trained, part, self.unscored)
-                loss = loss / len(parts)
-                self.world.backward(loss)
-            total += loss.detach()
-        norm = self.world.clip_grad_norm_(self.trained.parameters(), config.clip_norm)
+        loss, norm = super().update(rows)
+        return self.world.reduce(loss, "mean"), _whole(norm)
+
+    def backward(self, part: Tensor, parts: int) -> Tensor:
+        with self.world.accumulate(self.trained):  # averages the gradients with the last part only
+            return super().backward(part, parts)
+
+    def state(self) -> Json:
+        state: Json = tree_map(_whole, super().state())
+        return state
+
+    def load(self, state: Json) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, value in state["model"].items():
+            state["model"][name] = _cut(value, parameters[name])
+        super().load(state)
         for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return self.world.reduce(total, "mean"), _whole(norm)
-
-    def evaluate(self, losses: list[float]) -> Report | None:
-        """In the main process; the others get what came of it."""
-        if self.sharded:
-            weights = {name: _whole(part) for name, part in self.trained.state_dict().items()}
-            if self.main:
-                self.model.load_state_dict(weights)
-        report: Report | None = super().evaluate(losses) if self.main else None
-        self.passed.clear()
-        report, self.curve, self.alphas = self.of_main((report, self.curve, self.alphas))
-        return report
-
-    def optimizer_states(self) -> list[Any]:
-        return [tree_map(_whole, state) for state in super().optimizer_states()]
+            for parameter, values in optimizer.state.items():
+                for name, value in values.items():
+                    values[name] = _cut(value, parameter)
 
     def now(self) -> float:
         """The main process's clock, so that all save at the same step."""
@@ -120,156 +92,89 @@ def train_shared(
     checkpoint_seconds: float,
     progress: bool,
 ) -> Record:
-    """`train`, called in each of several processes. The launcher starts one run, and no second.
-
-    An error of the main process ends the others without a word.
-    """
-    main = os.environ.get("RANK", "0") == "0"
-    with contextlib.ExitStack() as stack:
-        if not main:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+    """`train`, called in each of several processes. The launcher starts one run, and no second."""
+    world = join(config, device)
+    run = None
+    with ExitStack() as stack:
+        if not world.is_main_process:
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
         try:
-            _check(config, device)
-        except ValueError:
-            if main:
-                raise
-            raise SystemExit(2) from None
-        world = _join(device)
-
-        claimed = cache(lambda: claim(config, runs, corpus, keep_weights))
-
-        def begin() -> bool:
-            """Take the lock. Returns whether there is a record already."""
-            place, _, done = claimed()
-            if done is None:
-                stack.enter_context(place.lock())
-                done = place.record(keep_weights)
-                place.check_free()
-            return done is not None
-
-        try:
-            known = _first(world, begin)
-            place, text, done = claimed()
-            if known:
-                world.end_training()
-                done = place.record(keep_weights)
-                assert done is not None
-                return done
-            assert text is not None
-            stack.enter_context(reproducible(world.device))
-            run = SharedRun(config, text, world)
-            load_checkpoint(run, place.checkpoint)
-            require(
-                run.of_main(run.step) == run.step,
-                f"process {world.process_index} does not see the checkpoint of the main process: "
-                "--runs must be a folder that all machines share",
-            )
-            run.share()
-            conditions = conditions_of(run, False, False)
-            conditions |= {"processes": world.num_processes, "sharded": run.sharded}
-            if run.parts[-1:] != [conditions]:
-                run.parts.append(conditions)
-            reason, report = to_its_end(run, progress, place.checkpoint, checkpoint_seconds)
-            _first(
-                world, lambda: save_run(run, place.folder, reason, report, keep_weights) and None
-            )
+            with world.local_main_process_first():  # it makes the text, if there is none
+                place, text, done = claim(config, runs, corpus, keep_weights)
+                if done is None and world.is_main_process:
+                    stack.enter_context(place.lock())
+                    place.check_free()
+            if place.record(keep_weights) is None:
+                assert text is not None
+                stack.enter_context(reproducible(world.device))
+                run = SharedRun(config, text, world)
+                load_checkpoint(run, place.checkpoint)
+                if run.of_main(run.step) != run.step:
+                    raise FileNotFoundError(f"process {world.process_index} {UNSEEN}")
+                conditions = conditions_of(run, False, False)
+                conditions |= {"processes": world.num_processes, "sharded": world.is_fsdp2}
+                reason, report = to_its_end(
+                    run, conditions, progress, place.checkpoint, checkpoint_seconds
+                )
+                save_run(run, place.folder, reason, report, keep_weights)
+                world.wait_for_everyone()
         except RuntimeError as error:
             if not any(word in str(error) for word in LOST):
                 raise
+            if run is None or world.process_index > 1:  # another process says why
+                raise SystemExit(1) from None
             raise ConnectionError(
                 "another process of this run has ended; start all again, and the run goes on from "
                 "its last checkpoint"
             ) from error
-    record = place.record(keep_weights)
     world.end_training()
-    assert record is not None
+    record = place.record(keep_weights)
+    if record is None:
+        raise FileNotFoundError(f"process {world.process_index} {UNSEEN}")
     return record
 
 
-def _check(config: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if these processes cannot share this run."""
-    processes = int(os.environ["WORLD_SIZE"])
+def join(config: RunConfig, device: torch.device) -> Any:
+    """This process's place among those that the launcher has started: an `Accelerator`.
+
+    Raises ValueError if they cannot share this run.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    _, processes = launched()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    gpus = torch.cuda.device_count()
     batch = config.train.batch_size
+    rows, rest = divmod(batch, processes)
+    size = min(config.train.micro_batch or rows, rows)
     require(
         not isinstance(config, FinetuneConfig),
         f"{config.experiment} is a fine-tuning, whose batches differ in length: train it in one "
         "process, without a launcher",
     )
     require(
-        device.type == "cpu" or here <= torch.cuda.device_count(),
-        f"{here} processes were started on a machine with {torch.cuda.device_count()} GPUs: start "
-        "one for each GPU",
+        device.type == "cpu" or here <= gpus,
+        f"{here} processes were started on a machine with {gpus} GPUs: start one for each GPU",
     )
     require(device.index is None, "with a launcher, each process gets a GPU: leave --device out")
     require(
-        batch % processes == 0,
-        f"a batch of {batch} rows cannot be divided by {processes} processes",
+        rest == 0 and rows % size == 0,
+        f"{processes} processes cannot divide a batch of {batch} rows into equal parts, with "
+        f"micro_batch={config.train.micro_batch}",
     )
-    rows = batch // processes
-    micro = min(config.train.micro_batch or rows, rows)
-    require(
-        rows % micro == 0,
-        f"each of {processes} processes has {rows} rows of a batch, which micro_batch={micro} does "
-        "not divide",
-    )
-    require(
-        not _cuts() or config.train.optimizer != "muon",
-        "muon needs whole matrices: leave out --use_fsdp",
-    )
-    require(
-        not _cuts() or device.type != "cpu",
-        "Accelerate cuts the weights on GPUs only: leave out --use_fsdp",
-    )
-
-
-def _cuts() -> bool:
-    """Whether the launcher was told to cut the weights: accelerate launch --use_fsdp."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
-def _join(device: torch.device) -> Any:
-    """This process's place among those that the launcher has started: an `Accelerator`."""
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
-
-    plugin = None
-    if _cuts():
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            cpu_ram_efficient_loading=False,
-        )
-    # The precision is that of the config, by `Run.autocast`.
-    return Accelerator(
+    world = Accelerator(
         cpu=device.type == "cpu",
-        mixed_precision="no",
-        fsdp_plugin=plugin,
+        mixed_precision="no",  # `Run.autocast` has the precision of the config
+        gradient_accumulation_steps=rows // size,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
-
-
-def _first(world: Any, action: Callable[[], Any]) -> Any:
-    """Let the main process do something, and return its result in all processes.
-
-    If it fails there, its error is raised there, and the others end.
-    """
-    from accelerate.utils import broadcast_object_list
-
-    result, error = None, None
-    if world.is_main_process:
-        try:
-            result = action()
-        except Exception as raised:
-            error = raised
-    failed, result = broadcast_object_list([error is not None, result])
-    if error is not None:
-        raise error
-    if failed:
-        raise SystemExit(2)
-    return result
+    cut = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    require(
+        world.is_fsdp2 if cut else world.distributed_type.startswith("MULTI"),
+        "processes share a run by DDP, or on GPUs by FSDP2 (studies/fsdp.yaml), and by nothing else",
+    )
+    return world
 
 
 def _whole(value: Any) -> Any:
@@ -277,14 +182,10 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _cut(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
-    """Give an optimiser the state of a single process, cut as its parameters are."""
-    from torch.distributed.tensor import distribute_tensor
+def _cut(value: Any, parameter: Tensor) -> Any:
+    """A tensor of a checkpoint, cut over the processes as its parameter is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, values in state.items():
-        parameter = parameters[index]
-        for name, value in values.items():
-            if value.ndim:
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            optimizer.state[parameter][name] = value
+    if isinstance(parameter, DTensor) and value.ndim:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkutils.checks import first_line, require
+from sinkutils.checks import Refused, first_line, require
 from sinkutils.study.config import RunConfig
 from sinkutils.study.sweep import Batch, Ended, RunOutcome, Workers, say
 
@@ -96,7 +96,7 @@ def submit(
         with contextlib.redirect_stderr(io.StringIO()), executor.batch():
             submitted = [executor.submit(job) for job in jobs]
     except RuntimeError as error:
-        raise ValueError(f"Slurm took no job: {' '.join(str(error).split())}") from error
+        raise Refused(f"Slurm took no job: {' '.join(str(error).split())}") from error
     number, _, _ = submitted[0].job_id.partition("_")
     say(f"the queue has job {number} in {len(jobs)} parts, which outlive this sweep (squeue)")
     outcomes = list[RunOutcome]()
@@ -147,13 +147,18 @@ def minutes_of(limit: str) -> int:
     if not dash and len(numbers) < 3:  # minutes or minutes:seconds
         numbers = [0, *numbers]
     hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    return max(1, math.ceil(24 * 60 * int(days or 0) + 60 * hours + minutes + seconds / 60))
+    total = math.ceil(24 * 60 * int(days or 0) + 60 * hours + minutes + seconds / 60)
+    require(total > 0, f"time must be more than nothing, got {limit!r}")  # no limit, to Slurm
+    return total
 
 
 def _number(value: Any) -> int:
-    """How many GPUs or cores an option of Slurm's names, such as 4 or "a100:4"."""
+    """How many GPUs or cores an option of Slurm's names, such as 4 or "a100:4".
+
+    It is 1 if the option is malformed. Slurm then says so.
+    """
     count = str(value).rpartition(":")[2]
-    return int(count) if count.isdecimal() else 1
+    return max(1, int(count)) if count.isdecimal() else 1
 
 
 def _lost(job: Job, run: RunConfig, reason: str) -> RunOutcome:

@@ -118,6 +118,7 @@ class Workers:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         told = {PARENT: str(os.getpid()), OUTCOME: str(file)}
         environment = {**os.environ, **threads, **told, **visible}
+        environment.pop("RANK", None)  # a launcher's, if it started the sweep (`checks.launched`)
         try:
             with self.lock, log.open("ab") as output:
                 if self.stopped:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
-from sinkutils.checks import real, require
+from sinkutils.checks import launched, real, require
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import probe
 from sinkutils.measuring.report import NotFinite, Report
@@ -41,12 +40,7 @@ from sinkutils.study.evaluate import (
     last_measurements,
     sinks,
 )
-from sinkutils.study.record import (
-    CHECKPOINT_SECONDS,
-    CorruptRecord,
-    Folder,
-    Record,
-)
+from sinkutils.study.record import CHECKPOINT_SECONDS, CorruptRecord, Folder, Record
 from sinkutils.study.step import (
     GraphedStep,
     compiles,
@@ -101,7 +95,8 @@ def train(
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     target = find_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher has started several processes
+    _, processes = launched()
+    if processes > 1:
         from sinkutils.study.shared import train_shared
 
         return train_shared(
@@ -151,27 +146,30 @@ def train(
         if compile:
             run.forward = torch.compile(run.task.loss)
         conditions = conditions_of(run, compile, graph)
-        if run.parts[-1:] != [conditions]:  # a new run, or one that continues on another machine
-            run.parts.append(conditions)
-        reason, report = to_its_end(run, progress, place.checkpoint, checkpoint_seconds)
-        return save_run(run, place.folder, reason, report, keep_weights)
+        reason, report = to_its_end(run, conditions, progress, place.checkpoint, checkpoint_seconds)
+        save_run(run, place.folder, reason, report, keep_weights)
+    done = place.record(keep_weights)
+    assert done is not None
+    return done
 
 
 def to_its_end(
-    run: Run, progress: bool, checkpoint: Path, checkpoint_seconds: float
+    run: Run, conditions: Json, progress: bool, checkpoint: Path, checkpoint_seconds: float
 ) -> tuple[str | None, Report | None]:
     """Train a run to its end.
 
     Returns why it failed, or None, and the report of the last evaluation, or None if it failed.
-    checkpoint: the file that keeps its state.
+    conditions: how it is trained, for its provenance. checkpoint: the file that keeps its state.
     """
     schedule = run.config.train
+    if run.parts[-1:] != [conditions]:  # a new run, or one that continues on another machine
+        run.parts.append(conditions)
     # The evaluation before the first step shows the effect of position terms and biases alone.
     if not run.curve:
         run.evaluate([])
     saved = run.now()
     began = saved - run.seconds
-    bar = tqdm(
+    with tqdm(
         total=schedule.steps,
         initial=run.step,
         desc=f"{run.config.experiment} seed {run.config.seed}",
@@ -180,8 +178,7 @@ def to_its_end(
         mininterval=2,
         # tqdm takes None for: no bar if stderr is no terminal
         disable=None if progress and run.main else True,
-    )
-    with bar:
+    ) as bar:
         while True:
             run.advance()
             bar.update()
@@ -230,7 +227,9 @@ class Run:
         else:
             self.task = pretraining(config, corpus, device)
         self.model = self.task.model.to(device)
-        # The loss as `update` calls it. `train` may replace it by its compiled form; evaluations
+        # What `backward` trains: the model, or what shares it with other processes.
+        self.trained: Any = self.model
+        # The loss as `backward` calls it. `train` may replace it by its compiled form; evaluations
         # call `task.loss`, which is never compiled.
         self.forward: Callable[..., Tensor] = self.task.loss
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), config.train)
@@ -290,16 +289,20 @@ class Run:
         parts = batch.split(config.micro_batch or config.batch_size)  # micro-batches
         total = torch.zeros((), device=self.device)
         for part in parts:
-            with self.autocast():
-                loss = self.forward(self.model, part, self.unscored)
-            loss = loss / len(parts)  # the gradients then add up to that of the batch's mean loss
-            loss.backward()
-            total += loss.detach()
+            total += self.backward(part, len(parts))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return total, norm
+
+    def backward(self, part: Tensor, parts: int) -> Tensor:
+        """Add the gradient of a micro-batch, one of `parts`. Returns its share of the batch's loss."""
+        with self.autocast():
+            loss = self.forward(self.trained, part, self.unscored)
+        loss = loss / parts  # the gradients then add up to that of the batch's mean loss
+        loss.backward()
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
@@ -341,9 +344,18 @@ class Run:
             weights += weight
         return total / weights
 
-    def optimizer_states(self) -> list[Any]:
-        """For each optimiser, the state of each parameter, by its number."""
-        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+    def state(self) -> Json:
+        """The weights, and for each optimiser the state of each parameter, by its number."""
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        return {"model": self.model.state_dict(), "optimizers": states}
+
+    def load(self, state: Json) -> None:
+        """Take up the weights and the optimisers' state of a checkpoint."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            # The settings, such as the rate, are of this process, which may use another device.
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": saved, "param_groups": groups})
 
     def now(self) -> float:
         return time.monotonic()
@@ -388,8 +400,8 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
 
 def save_run(
     run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool
-) -> Record:
-    """Write the record of a run that has ended.
+) -> None:
+    """Write the record of a run that has ended. All processes that share it take part.
 
     reason: why the run failed, or None. report: the report of its last evaluation, or None.
     """
@@ -404,22 +416,24 @@ def save_run(
         if report.star is not None:
             arrays["star"] = report.star.float().contiguous()  # (n, L, H)
     status = "failed" if reason else "done"
-    seconds = run.seconds
     provenance = {
         **run.parts[-1],
         "corpus_train_tokens": len(run.task.train.tokens),
-        "wall_seconds": round(seconds, 1),
-        "tokens_per_second": round(run.step * run.tokens_per_step / seconds),
+        "wall_seconds": round(run.seconds, 1),
+        "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
         **run.task.more,
     }
     if len(run.parts) > 1:
         provenance["began_on"] = run.parts[:-1]
-    return write_record(
+    weights = run.state()["model"] if keep_weights else None
+    if not run.main:
+        return
+    write_record(
         folder,
         run.config,
         metrics={"status": status, "reason": reason, "curve": run.curve, "final": final},
         provenance=provenance,
-        weights=run.model.state_dict() if keep_weights else None,
+        weights=weights,
         tokenizer=run.task.tokenizer if keep_weights else None,
         corpus=run.corpus.identity,
         arrays=arrays or None,
@@ -431,8 +445,7 @@ def save_run(
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file. If this fails or is killed, the previous file stays."""
-    state: Json = {"of": checkpoint_key(run), "model": run.model.state_dict()}
-    state["optimizers"] = run.optimizer_states()
+    state: Json = {"of": checkpoint_key(run), **run.state()}
     for name in run.PROGRESS:
         state[name] = getattr(run, name)
 
@@ -466,12 +479,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
         warnings.warn(again, stacklevel=3)
         run.task.more["restarted"] = again
         return
-    run.model.load_state_dict(state["model"])
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        # The learning rates and similar settings are not from the checkpoint, because this process
-        # may use another device.
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": saved, "param_groups": groups})
+    run.load(state)
     for name in run.PROGRESS:
         setattr(run, name, state[name])
 

@@ -91,7 +91,7 @@ def test_entropy_the_sinks_logit_and_kinds_of_layers_are_logged():
     model = build("gpt_oss")
     sinks = [block.self_attn.sinks.mean().item() for block in model.model.layers]
     assert numbers["sink_logit"] == pytest.approx(np.mean(sinks), rel=1e-5)
-    hybrid = su.measure(build("qwen3_next"), IDS).summary()
+    hybrid = su.measure(build("bamba"), IDS).summary()
     assert {"element_full", "element_linear", "excess_full"} <= {*hybrid}
     assert "excess_full" not in su.measure(build("llama"), IDS).summary()
 

@@ -107,7 +107,9 @@ BROKEN = {
     "no object": "has a config.json that is no JSON object",
     "activation": "transformers looked up 'gelus' and found nothing",
     "sizes": r"has a config.json of a model with 124,439,808 weights, and [\d,]+ in its files: does",
-    "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: I8\)",
+    "sizes, .bin": r"has a config.json of a model with 124,439,808 weights, and 21,664 in its files",
+    "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: torch.int8\)",
+    "integers, .bin": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: torch.int8\)",
     "tokenizer": "could not be loaded",
     "newer": "was saved by a later transformers",
 }
@@ -157,10 +159,15 @@ def broken(way: str, folder: Path) -> None:
     if way == "activation":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelus"}))
-    if way == "integers":
+    if way.startswith("integers"):
         tensors = load_file(weights)
         name = "model.layers.1.self_attn.q_proj.weight"
         save_file(tensors | {name: tensors[name].to(torch.int8)}, weights, {"format": "pt"})
+    if way == "sizes, .bin":
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    if way.endswith(".bin"):
+        torch.save(load_file(weights), folder / "pytorch_model.bin")
+        weights.unlink()
     if way == "newer":
         config = json.loads((folder / "config.json").read_text())
         config["transformers_version"] = "99.0.0"
@@ -527,6 +534,26 @@ def test_a_file_of_weights_beside_shards_that_differ_is_refused(tmp_path):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     saved(tmp_path)
     load_lm(tmp_path)
+
+
+def test_a_bin_file_beside_shards_that_differ_or_are_damaged_is_refused(tmp_path):
+    saved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    shard = tmp_path / "pytorch_model-00001-of-00001.bin"
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, shard.name)}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    torch.save(weights, shard)
+    load_lm(tmp_path)  # they are the same
+
+    torch.save({key: x + 1 for key, x in weights.items()}, shard)
+    says = "holds pytorch_model.bin and the shards of pytorch_model.bin.index.json, and they differ"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+    shard.write_bytes(shard.read_bytes()[:-99])
+    refuses(rf"{shard.name} is not there, or damaged", load_lm, tmp_path, kind=ModelUnavailable)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cut")
+    refuses("has a .bin file that is cut", load_lm, tmp_path, kind=ModelUnavailable)
 
 
 def test_an_older_file_of_weights_that_is_loaded_in_place_of_a_newer_one_is_named(tmp_path):

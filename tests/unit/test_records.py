@@ -363,6 +363,7 @@ NORMS = dict.fromkeys(("hidden_norms", "key_norms", "value_norms"), [[1.0] * 4] 
 REPORT = {"T": 4, "targets": [1], "alpha": [[[0.5, 0.2], [0.1, 0.3]]], **NORMS}
 END_OF_ALL = END | {"excess_1": 0.2, "report": REPORT}
 WHOLE = {"status": "done", "reason": None, "curve": [END, END], "final": END_OF_ALL}
+CURVE = torch.tensor([REPORT["alpha"]] * 2)  # alpha of the report, at both points: (2, 1, 2, 2)
 DAMAGE = {
     "cut": lambda data: data[:-3],
     "half written": lambda data: data[: len(data) // 2],
@@ -394,7 +395,7 @@ def one_row_says_what_is_wrong(tmp_path, reason: str) -> None:
 @pytest.fixture
 def two(tmp_path):
     """The folder of the second of two records."""
-    arrays = {"curve": torch.full((2, 1, 2, 2), 0.2).half()}
+    arrays = {"curve": CURVE.half()}
     for name, seed in (("fixed_1", 0), ("k_bias", 1)):
         folder = made_up(tmp_path, name, seed, kept={"arrays": arrays}, **WHOLE).folder
     return folder
@@ -492,10 +493,11 @@ def test_so_is_one_with_a_number_that_is_none(two, tmp_path, written):
     ("file", "data"),
     [
         ("alpha.safetensors", b"garbage"),
-        ("alpha.safetensors", {"curve": torch.full((1, 1, 2, 2), 0.2)}),  # of one point, not two
-        ("alpha.safetensors", {"curve": torch.full((2, 1, 3, 2), 0.2)}),  # of three blocks
+        ("alpha.safetensors", {"curve": CURVE[:1]}),  # of one point, not two
+        ("alpha.safetensors", {"curve": CURVE[:, :, [0, 1, 1]]}),  # of three blocks
         ("alpha.safetensors", {"curve": torch.full((2, 1, 2, 2), torch.nan)}),
         ("alpha.safetensors", {"curve": torch.zeros(2, 1, 2, 2).long()}),
+        ("alpha.safetensors", {"curve": CURVE + 0.01}),  # of another run
         ("provenance", b"[]"),
         ("provenance", b'{"wall_seconds": "long"}'),
     ],

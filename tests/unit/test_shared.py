@@ -11,6 +11,7 @@ from helpers import refuses, torchrun
 
 from sinkutils import config as study_config
 from sinkutils import train
+from sinkutils.checks import launched
 from sinkutils.study import shared
 from sinkutils.study.store import Runs
 from sinkutils.study.train import Run
@@ -29,7 +30,7 @@ from sinkutils.study.train import Run, train
 told = json.loads(sys.argv[1])
 config = from_dict(RunConfig, told["config"])
 losses = {}
-advance, join = Run.advance, shared._join
+advance, join = Run.advance, shared.join
 
 
 def kept(run):
@@ -41,10 +42,11 @@ def kept(run):
 
 Run.advance = kept
 if told["cut"]:
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    def cut(device):
-        world = join(device)
+    def cut(config, device):
+        world = join(config, device)
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -53,10 +55,12 @@ if told["cut"]:
             cpu_ram_efficient_loading=False,
         )
         world.state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         return world
 
-    shared._join = cut
-record = train(config, told["runs"], corpus=Corpus(Path(told["corpus"])), device="cpu", checkpoint_seconds=0)
+    shared.join = cut
+options = {"device": "cpu", "checkpoint_seconds": 0, "keep_weights": True}
+record = train(config, told["runs"], corpus=Corpus(Path(told["corpus"])), **options)
 assert record.status == "done"
 if os.environ["RANK"] == "0":
     Path(told["losses"]).write_text(json.dumps(losses))
@@ -82,7 +86,8 @@ def alone(config, corpus, runs):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(Run, "advance", lambda run: losses.update({run.step: float(advance(run))}))
-        return losses, train(config, runs, corpus=corpus, device="cpu", progress=False)
+        options = {"device": "cpu", "progress": False, "keep_weights": True}
+        return losses, train(config, runs, corpus=corpus, **options)
 
 
 @pytest.fixture
@@ -114,34 +119,69 @@ def test_two_processes_make_the_record_of_one_and_go_on_where_one_was_lost(tmp_p
             assert point["valid_loss"] == pytest.approx(other["valid_loss"], abs=2e-4)
             assert point["excess_1"] == pytest.approx(other["excess_1"], abs=2e-4)
         torch.testing.assert_close(record.arrays, single.arrays, atol=1e-3, rtol=0)
+        weights = record.load_model().state_dict()
+        torch.testing.assert_close(weights, single.load_model().state_dict(), atol=1e-4, rtol=0)
     assert shared_record.provenance["processes"] == 2 and shared_record.provenance["sharded"]
     assert shared_record.provenance["began_on"][0]["processes"] == 2
     assert "processes" not in single.provenance
     assert [file.name for file in place.folder.parent.iterdir()] == ["0"]
 
 
-def check(monkeypatch, config, processes=2, here=2, device="cpu", **environment):
+class World:
+    """What Accelerate makes of the launcher's variables."""
+
+    distributed_type, is_fsdp2 = "MULTI_CPU", False
+
+    def __init__(self, **told):
+        self.told = told
+
+
+def join(monkeypatch, config, processes=2, here=2, device="cpu", **environment):
+    monkeypatch.setattr("accelerate.Accelerator", World)
     environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(here)}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    shared._check(config, torch.device(device))
+    return shared.join(config, torch.device(device)).told["gradient_accumulation_steps"]
 
 
 def test_what_processes_cannot_share_is_refused_in_a_line(monkeypatch, eight):
-    check(monkeypatch, eight)
-    check(monkeypatch, eight, processes=4)
-    refuses("8 rows cannot be divided by 3 processes", check, monkeypatch, eight, 3)
+    assert join(monkeypatch, eight) == 2
+    assert join(monkeypatch, eight, processes=4) == 1
+    refuses("3 processes cannot divide a batch of 8 rows", join, monkeypatch, eight, 3)
+    refuses("16 processes cannot divide", join, monkeypatch, eight, 16)
     odd = dataclasses.replace(eight.train, batch_size=12, micro_batch=4)
     odd = dataclasses.replace(eight, train=odd)
-    refuses("has 6 rows of a batch, which micro_batch=4", check, monkeypatch, odd)
+    refuses("a batch of 12 rows into equal parts, with micro_batch=4", join, monkeypatch, odd)
     refuses(
-        "2 processes were started on a machine with 0 GPUs", check, monkeypatch, eight, 2, 2, "cuda"
+        "2 processes were started on a machine with 0 GPUs", join, monkeypatch, eight, 2, 2, "cuda"
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    check(monkeypatch, eight, device="cuda")
-    refuses("leave --device out", check, monkeypatch, eight, 2, 2, "cuda:1")
-    refuses("is a fine-tuning", check, monkeypatch, study_config("sft_softmax", "smoke"))
+    join(monkeypatch, eight, device="cuda")
+    refuses("leave --device out", join, monkeypatch, eight, 2, 2, "cuda:1")
+    refuses("is a fine-tuning", join, monkeypatch, study_config("sft_softmax", "smoke"))
     sharded = {"ACCELERATE_USE_FSDP": "true"}
-    refuses("on GPUs only", check, monkeypatch, eight, **sharded)
-    muon = dataclasses.replace(eight, train=dataclasses.replace(eight.train, optimizer="muon"))
-    refuses("muon needs whole matrices", check, monkeypatch, muon, device="cuda", **sharded)
+    refuses("on GPUs by FSDP2", join, monkeypatch, eight, **sharded)
+    monkeypatch.setattr(World, "is_fsdp2", True)
+    join(monkeypatch, eight, device="cuda", **sharded)
+
+
+@pytest.mark.parametrize("stray", [{"WORLD_SIZE": "8"}, {"RANK": "3", "LOCAL_RANK": "3"}])
+def test_a_variable_that_is_left_over_does_not_make_a_run_wait_for_others(monkeypatch, stray):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in stray.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == (0, 1)
+
+
+def test_a_run_that_another_machine_may_be_training_is_trained_with_a_warning(
+    tiny, corpus, tmp_path
+):
+    """As where two clusters write one folder, and share no locks."""
+    place = Runs(tmp_path).of(tiny)
+    place.partial.mkdir(parents=True)
+    (place.partial / "owner").write_text("another-cluster 17")
+    with pytest.warns(UserWarning, match="on another-cluster began this run and has not ended it"):
+        record = train(tiny, tmp_path, corpus=corpus, device="cpu", progress=False)
+    assert record.status == "done" and not place.partial.exists()

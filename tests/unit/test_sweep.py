@@ -22,6 +22,7 @@ from helpers import interrupted, made_up, refused, refuses
 
 from sinkutils import config, paths, study_commands, train
 from sinkutils.__main__ import main
+from sinkutils.checks import launched
 from sinkutils.commands import parser
 from sinkutils.study import grid, store
 from sinkutils.study import sweep as sweep_module
@@ -434,7 +435,12 @@ def test_a_time_limit_that_slurm_does_not_know_is_refused(limit):
     refuses("time must be a limit such as 90", minutes_of, limit)
 
 
-def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs):
+@pytest.mark.parametrize("limit", ["0", "0:00", "0-0"])
+def test_a_time_limit_of_nothing_which_is_none_to_slurm_is_refused(limit):
+    refuses("time must be more than nothing", minutes_of, limit)
+
+
+def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs, capsys):
     pytest.importorskip("submitit")
     monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
     usual = os.environ["PATH"]
@@ -442,9 +448,35 @@ def test_what_a_cluster_cannot_do_is_one_line(monkeypatch, tmp_path, runs):
     refuses("there is no Slurm here", of_smoke, slurm={})
     fake_slurm.install(tmp_path / "queue")
     monkeypatch.setenv("PATH", f"{tmp_path / 'queue'}{os.pathsep}{usual}")
-    refuses("Slurm took no job: .*invalid partition", of_smoke, slurm={"partition": "night"})
-    refuses("time must be", of_smoke, slurm={"time": "soon"})
+    for option, says in {
+        "partition=night": "Slurm took no job: .*invalid partition",
+        "account=other": "Slurm took no job: .*Invalid account",
+        "cpus_per_task=0": "Slurm took no job: .*Invalid numeric value",
+        "time=soon": "time must be",
+    }.items():
+        command = ["sweep", "--preset", "smoke", "--only", "k_bias", "--runs", str(runs)]
+        assert main([*command, "--slurm", option]) == 2
+        *_, line = capsys.readouterr().err.splitlines()
+        assert re.match(f"sinkutils: {says}", line)
     assert [file.name for file in runs.iterdir()] == ["logs"]
+
+
+def test_a_worker_of_a_sweep_that_a_launcher_has_started_trains_alone(monkeypatch, tmp_path):
+    seen = {}
+
+    class Process:
+        def __init__(self, command, env, **streams):
+            seen.update(env)
+
+        def wait(self):
+            return 0
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sweep_module.subprocess, "Popen", Process)
+    assert Workers([("cpu", {})]).run((), tmp_path / "log", tmp_path / "outcome") == 0
+    monkeypatch.setattr(os, "environ", seen)
+    assert launched() == (0, 1)
 
 
 def wait_until(condition, seconds=240):
