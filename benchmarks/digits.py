@@ -5,6 +5,7 @@
     python benchmarks/digits.py machines [--steps 100] [--json benchmarks/results/digits.json]
     python benchmarks/digits.py losses
     python benchmarks/digits.py smoke [sigmoid elu ..] --checkout OTHER [--json benchmarks/results/operations.json]
+    python benchmarks/digits.py pairs [fixed_1 sigmoid ..] --checkout OTHER [--json benchmarks/results/pairs.json]
 
 `record` trains records again, into FOLDER if one is given (where a killed run goes on), compares them to the last digit
 and says where both end; it exits 1 where a digit differs. `resume` trains the laptop's base for a few steps as its
@@ -13,6 +14,8 @@ records are the same, bit by bit. `machines` trains the laptop's base for a few 
 instructions, so that this machine computes as an older one would, and says at which step the loss first differs and
 what a step costs. `losses` prints the base's first losses, to hold beside another machine's. `smoke` trains each
 operation at that preset with the code here and with another checkout's, and says how far their curves are apart.
+`pairs` does so in turns for the first steps at `laptop`, and says which losses differ and what a step costs, in seconds
+of the processor.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench import ROOT, keep, parser, seconds, show
@@ -44,23 +49,67 @@ MACHINES = {
 }
 
 
-def losses(precision: str, steps: int) -> dict[str, object]:
-    """The loss of each of `steps` steps of the laptop's base, compiled, one thread, and the seconds of the best ten."""
+def losses(precision: str, steps: int, experiment: str = "base") -> dict[str, object]:
+    """The loss of each of `steps` steps at laptop, compiled, one thread, and the CPU seconds of the best ten."""
     import sinkutils as su
-    from sinkutils.study.train import Run
+
+    try:
+        from sinkutils.study.train import Run
+    except ModuleNotFoundError:  # a checkout from before the package had two halves
+        from sinkutils.training.run import Run
 
     torch.set_num_threads(1)
     if "ATEN_CPU_CAPABILITY" in os.environ:
         torch._inductor.config.cpp.simdlen = 256
-    config = su.config("base", "laptop", 0)
+    config = su.config(experiment, "laptop", 0)
     config = dataclasses.replace(
         config, train=dataclasses.replace(config.train, precision=precision)
     )
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size)
     run = Run(config, corpus, torch.device("cpu"))
-    run.forward = torch.compile(run.task.loss)
-    best = min(10 * seconds(run.advance, 10) for _ in range(steps // 10))
-    return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
+    run.forward = torch.compile(run.task.loss if hasattr(run, "task") else run.loss)
+    tens = [10 * seconds(run.advance, 10, clock=time.process_time) for _ in range(steps // 10)]
+    return {"losses": [float(loss) for loss, _ in run.passed], "seconds": min(tens)}
+
+
+def losses_of(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """What `losses` returns in a process of its own."""
+    command = [sys.executable, __file__, "losses", *arguments]
+    out = subprocess.run(
+        command, env=os.environ | environment, check=True, capture_output=True, text=True
+    ).stdout
+    return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def first_difference(losses: list[float], others: list[float]) -> int | None:
+    """The first step, from 1 on, with another loss."""
+    pairs = zip(losses, others, strict=True)
+    return next((step for step, (a, b) in enumerate(pairs, 1) if a != b), None)
+
+
+def pairs(names: list[str], other: str, steps: int, rounds: int = 3) -> list[dict[str, object]]:
+    """Each experiment at laptop by this checkout and by another one, in turns."""
+    rows = []
+    for name in names:
+        turns = []
+        for _ in range(rounds):
+            here, there = (
+                losses_of({"PYTHONPATH": str(checkout)}, "bf16", name, "--steps", str(steps))
+                for checkout in (ROOT, other)
+            )
+            turns.append((here, there))
+        steps_of_both = zip(here["losses"], there["losses"], strict=True)
+        row = {
+            "experiment": name,
+            "steps": steps,
+            "first_step_with_another_loss": first_difference(here["losses"], there["losses"]),
+            "loss_apart": round(max(abs(a - b) for a, b in steps_of_both), 6),
+            "time": round(statistics.median(a["seconds"] / b["seconds"] for a, b in turns), 2),
+            "times": [round(a["seconds"] / b["seconds"], 2) for a, b in turns],
+        }
+        rows.append(row)
+        show(row)
+    return rows
 
 
 def machines(steps: int) -> list[dict[str, object]]:
@@ -68,21 +117,16 @@ def machines(steps: int) -> list[dict[str, object]]:
     runs: dict[tuple[str, str], dict] = {}
     for precision in ("bf16", "fp32"):
         for name, limits in MACHINES.items():
-            command = [sys.executable, __file__, "losses", precision, "--steps", str(steps)]
-            out = subprocess.run(
-                command, env=os.environ | limits, check=True, capture_output=True, text=True
-            ).stdout
-            runs[precision, name] = json.loads(out.splitlines()[-1])
+            runs[precision, name] = losses_of(limits, precision, "--steps", str(steps))
     default = min(runs["bf16", name]["seconds"] for name in ("as it is", "again"))
     rows = []
     for (precision, name), mine in runs.items():
-        pairs = zip(mine["losses"], runs[precision, "as it is"]["losses"], strict=True)
         row = {
             "precision": precision,
             "instructions": name,
             "steps": steps,
-            "first_step_with_another_loss": next(
-                (step for step, (a, b) in enumerate(pairs, 1) if a != b), None
+            "first_step_with_another_loss": first_difference(
+                mine["losses"], runs[precision, "as it is"]["losses"]
             ),
             "loss": mine["losses"][-1],
             "time": round(mine["seconds"] / default, 2),
@@ -124,17 +168,26 @@ def again(name: str, folder: str) -> dict[str, object]:
     }
 
 
-def part(steps: int, folder: str, experiment: str = "base", preset: str = "laptop") -> None:
-    """Train a run for `steps` steps, evaluated and saved five times, or go on from what was saved."""
+def part(
+    steps: int,
+    folder: str,
+    experiment: str = "base",
+    preset: str = "laptop",
+    nudged: bool = False,
+) -> None:
+    """Train a run for `steps` steps, evaluated and saved five times, or go on from what was saved.
+
+    nudged: at a learning rate that is higher by a tenth of a millionth, about a rounding of float32.
+    """
     import sinkutils as su
 
     warnings.simplefilter(
         "error", UserWarning
     )  # a checkpoint that was not used, a compiler that is not there
     config = su.config(experiment, preset, 0)
-    config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, steps=steps, eval_every=steps // 5)
-    )
+    rate = config.train.learning_rate * (1 + 1e-7 * nudged)
+    fields: dict[str, Any] = {"steps": steps, "eval_every": steps // 5, "learning_rate": rate}
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **fields))
     su.train(config, folder, keep_weights=True, checkpoint_seconds=0.0, progress=False)
 
 
@@ -180,25 +233,34 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
 
 
 def smoke(names: list[str], other: str, steps: int, scratch: Path) -> list[dict[str, object]]:
-    """Each operation at smoke, by this checkout and by another one: the largest differences along their curves."""
+    """Each operation at smoke, by this checkout and by another one: the largest differences along their curves.
+
+    Beside them those between this checkout and itself, nudged: what rounding grows to in as many steps.
+    """
     from sinkutils.study.record import read_record
 
-    for checkout, runs in ((ROOT, scratch / "here"), (other, scratch / "there")):
-        command = [sys.executable, __file__, "part", *names, "--steps", str(steps), "--runs", runs]
+    ways = {"here": (ROOT, []), "there": (other, []), "nudged": (ROOT, ["--nudged"])}
+    for side, (checkout, options) in ways.items():
+        command = [sys.executable, __file__, "part", *names, "--steps", str(steps), *options]
+        command += ["--runs", str(scratch / side)]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(checkout)}, check=True)
     rows = []
     for name in names:
-        here, there = (
-            read_record(scratch / side / "smoke" / name / "0").metrics["curve"]
-            for side in ("here", "there")
+        here, there, nudged = (
+            read_record(scratch / side / "smoke" / name / "0").metrics["curve"] for side in ways
         )
-        pairs = [*zip(here, there, strict=True)]
         row: dict[str, object] = {"experiment": name, "steps": steps}
         for key in ("valid_loss", "excess_1", "sink_1"):
-            row[key] = round(max(abs(a[key] - b[key]) for a, b in pairs), 6)
+            row[key] = apart(here, there, key)
+            row[f"{key}_nudged"] = apart(here, nudged, key)
         rows.append(row)
         show(row)
     return rows
+
+
+def apart(curve: list[dict[str, float]], other: list[dict[str, float]], key: str) -> float:
+    """The largest difference along two curves."""
+    return round(max(abs(a[key] - b[key]) for a, b in zip(curve, other, strict=True)), 6)
 
 
 def without(known: list[dict], rows: list[dict]) -> list[dict]:
@@ -210,12 +272,13 @@ def without(known: list[dict], rows: list[dict]) -> list[dict]:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument(
-        "what", choices=("record", "resume", "machines", "losses", "part", "smoke")
+        "what", choices=("record", "resume", "machines", "losses", "part", "smoke", "pairs")
     )
     arguments.add_argument(
-        "which", nargs="*", help="records, the precision of losses, or experiments of smoke"
+        "which", nargs="*", help="records, the precision of losses, or experiments of smoke, pairs"
     )
-    arguments.add_argument("--checkout", help="of smoke: the other one")
+    arguments.add_argument("--nudged", action="store_true", help="of part")
+    arguments.add_argument("--checkout", help="of smoke and pairs: the other one")
     arguments.add_argument(
         "--steps", type=int, help="of resume (default: 200), of the others (default: 100)"
     )
@@ -225,14 +288,18 @@ def main() -> int:
     options = arguments.parse_args()
     steps = options.steps or (200 if options.what == "resume" else 100)
     if options.what == "losses":
-        print(json.dumps(losses(*(options.which or ["bf16"]), steps)))
+        precision, *names = options.which or ["bf16"]
+        print(json.dumps(losses(precision, steps, *names)))
     elif options.what == "part":
         for name in options.which:
-            part(steps, options.runs, name, "smoke")
+            part(steps, options.runs, name, "smoke", options.nudged)
         if not options.which:
             part(steps, options.runs)
     elif options.what == "machines":
         keep(options.json, machines(steps))
+    elif options.what == "pairs":
+        names = options.which or ["fixed_1", "sigmoid", "softpick"]
+        keep(options.json, pairs(names, options.checkout, steps))
     elif options.what == "smoke":
         with tempfile.TemporaryDirectory() as folder:
             names = options.which or [*OPERATIONS]

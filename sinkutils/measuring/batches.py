@@ -349,7 +349,7 @@ def check_entry(name: str) -> None:
     """Refuse an entry with which the ids are not the tokens that are measured."""
     require(
         not CACHE.search(name),
-        f"{name} holds what the model keeps of other tokens, which would stand before the ids: "
+        f"{name} is for what a model keeps of other tokens, which would stand before the ids: "
         "leave it out, and give one text of all tokens as ids",
     )
     require(

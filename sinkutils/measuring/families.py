@@ -123,7 +123,9 @@ def attention_layers(base: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
     Raises ValueError for a model without softmax attention, or with attention outside one list of
     blocks.
     """
-    modules = {name: part for name, part in base.named_modules() if _is_attention(name, part)}
+    unused = idle(base)
+    parts = [(name, part) for name, part in base.named_modules() if part not in unused]
+    modules = {name: part for name, part in parts if _is_attention(name, part)}
     kind = type(base).__name__
     reason = "has no softmax attention layers, so it has no attention sink"
     if not type(base).__module__.startswith("transformers."):
@@ -153,6 +155,19 @@ def attention_layers(base: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
         require(len(around) == 1, outside)
         places[module] = around[0]
     return list(blocks.values()), places
+
+
+def idle(base: nn.Module) -> set[nn.Module]:
+    """What does not run where PEFT keeps a module and its trained copies (`modules_to_save`)."""
+    unused: set[nn.Module] = set()
+    for part in base.modules():
+        if type(part).__name__ == "ModulesToSaveWrapper":
+            wrapper: Any = part
+            copies = {} if wrapper.disable_adapters else wrapper.modules_to_save
+            named = [copies[name] for name in wrapper.active_adapters if name in copies]
+            runs = named[0] if named else wrapper.original_module
+            unused |= {*wrapper.modules()} - {wrapper, *runs.modules()}
+    return unused
 
 
 def _blocks(stages: nn.Module, path: str = "") -> dict[str, nn.Module]:

@@ -37,6 +37,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 from sinkutils.checks import choice, integer, integers, require, short
+from sinkutils.measuring import families
 from sinkutils.measuring.batches import Batch, Ids, Inputs
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import check_range, measure, short_text
@@ -193,17 +194,17 @@ def second_projection(source: Capture, block: nn.Module) -> nn.Module:
     config = source.config.get_text_config()
     width = getattr(config, "hidden_size", None)
     neurons = getattr(config, "intermediate_size", None)
-    names = [name for name, _ in block.named_modules()]
-    has_experts = any("experts" in name.split(".") for name in names)
+    parts: dict[str, nn.Module] = dict(block.named_modules())
+    has_experts = any("experts" in name.split(".") for name in parts)
     require(not has_experts, f"{source.kind} has experts, and each token takes neurons of its own")
-    attention = {part for layer in source.layers for part in layer.modules()}
-    sizes = {name: sizes_of(part) for name, part in block.named_modules() if part not in attention}
+    aside = families.idle(block).union(*(layer.modules() for layer in source.layers))
+    sizes = {name: sizes_of(part) for name, part in parts.items() if part not in aside}
     into = {name: n for name, (n, d) in sizes.items() if d == width}
     named = [name for name in into if SECOND.search(name)]
     found = named if len(named) == 1 else [n for n in named or into if into[n] == neurons]
     wanted = f"from neurons (intermediate_size: {neurons}) to its hidden_size ({width})"
     require(len(found) == 1, f"{source.kind} has no one linear layer {wanted}")
-    return block.get_submodule(found[0])
+    return parts[found[0]]
 
 
 def sizes_of(part: nn.Module) -> tuple[Any, Any]:

@@ -1,12 +1,13 @@
 """Fast attention: the same output and gradients as `attention.attend`, without its weights.
 
-The output is computed in one of four forms (`choose_form`):
+The output is computed in one of five forms (`choose_form`):
 
 - "sdpa" is PyTorch's fused kernel, with O(T d_h) memory. It serves causal softmax, also with a
   prefix and with any bias of Table 4.
 - "dense" computes the matrix of logits, with O(T^2) memory. It serves short sequences.
 - "linear" serves the kernels of Section 7.4 on long ones. As their weights are plain products, sums
   over keys can be carried along the sequence, which takes O(T d_h^2) time.
+- "parts" is a softmax with a wide window on a CPU, by the fused kernel for parts of the mask.
 - "pieces" is for everything else on long sequences. It computes the logits of a few queries at a
   time, with O(T d_h) memory.
 
@@ -28,18 +29,21 @@ from sinkutils.model import attention
 from sinkutils.model.attention import Extras, divide
 from sinkutils.model.config import AttentionSpec
 from sinkutils.model.pieces import in_pieces
+from sinkutils.model.two_maps import in_two_maps
+from sinkutils.model.windows import in_parts
 
 # Up to this many tokens the dense form serves. It is quick there, its memory does no harm, and in
 # half precision on a CPU it is faster than the fused kernel, which takes four times as long at
 # T = 64 and twice as long at T = 512.
 DENSE_LENGTH = 512
+LEAST_WINDOW = 128  # smaller ones are as quick in pieces
 CHUNK = 64  # tokens between two sums of the linear form
 
 
 def choose_form(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, position_term: bool
 ) -> str:
-    """The form in which an operation is computed: "sdpa", "dense", "linear" or "pieces"."""
+    """The form in which an operation is computed: "sdpa", "dense", "linear", "parts" or "pieces"."""
     whole = spec.window is None or spec.window >= length
     every = whole and not position_term
     short = length <= DENSE_LENGTH
@@ -47,8 +51,22 @@ def choose_form(
         return "sdpa"
     if short:
         return "dense"
+    wide = spec.window is not None and spec.window >= LEAST_WINDOW
+    plain = spec.is_softmax and not (spec.has_star or position_term)
+    if wide and plain and device.type == "cpu":
+        return "parts"
     products = spec.similarity == "linear" and spec.normalizer != "p_norm"
     return "linear" if products and every and spec.prefix == 1 else "pieces"
+
+
+def serves_two_maps(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
+    """Whether `in_two_maps` serves, which is quicker than the fused kernel twice.
+
+    It is not on a GPU, nor in half precision, which that kernel makes use of.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    same = q.dtype == k.dtype == v.dtype == wide and extras.distance_bias is None
+    return same and q.device.type == "cpu" and q.shape[2] > DENSE_LENGTH
 
 
 def slow_kernel(device: str, dtype: torch.dtype) -> bool:
@@ -65,6 +83,9 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
     """
     learned = Extras(**extras)
     attention.check_inputs(q, k, v, spec, learned)
+    if learned.mix is not None and serves_two_maps(q, k, v, learned):
+        out = in_two_maps(q, k, v, spec, learned.mix)
+        return out * spec.scale if spec.scale != 1 else out
     if learned.mix is not None:  # A_1 - lambda A_2, as in `attend`
         softmax = replace(spec, differential=False)
         even, odd = attention.halves(q)
@@ -83,6 +104,9 @@ def _output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
         out = _linear(q, k, v, spec, extras)
     elif form == "sdpa":
         out = _sdpa(q, k, v, spec)
+    elif form == "parts":
+        assert spec.window is not None
+        out = in_parts(q, k, v, spec.window)
     else:
         q, k = map(attention.kernel(spec, extras), (q, k))
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -116,8 +116,6 @@ class Pieces(torch.autograd.Function):
             if spec.normalizer != "none":
                 total = total_of(f, piece.seen, spec)
                 totals[piece.rows] = total.masked_fill(total == 0, torch.inf)
-            if spec.similarity == "softpick":
-                f = f.relu_()
             out[piece.rows] = f @ v[piece.keys].to(wide) / totals[piece.rows]
         ctx.options = heads, spec
         ctx.save_for_backward(q, k, v, g, out, peaks, totals)
@@ -143,12 +141,15 @@ class Pieces(torch.autograd.Function):
             shares = grad[piece.rows].to(wide) / total  # dout_i / Z_i
             along = shares * out[piece.rows]
             delta = along.sum(dim=-1, keepdim=True)  # <dout_i, out_i> / Z_i
+            positive = f
+            if spec.similarity == "softpick":
+                positive = torch.clamp(f, min=0, out=spare[1][: f.numel()].view(f.shape))
+            dv[piece.keys].baddbmm_(positive.mT, shares)
             # dA_ij / Z_i, and ds_ij in the end.
             ds = product(shares, v[piece.keys].to(wide), spare[1])
             if spec.similarity == "softpick":  # relu(f) over the sum of |f|
-                ds = torch.ops.aten.threshold_backward(ds, f, 0)
-                ds.addcmul_(f.sign(), delta, value=-1)
-                f = f.relu_()
+                torch.ops.aten.threshold_backward(ds, f, 0, grad_input=ds)
+                ds.addcmul_(f.sign_(), delta, value=-1)
             elif spec.normalizer == "p_norm":
                 ds.addcmul_(slope_of_norm(f, total, spec), delta, value=-1)
             elif spec.normalizer == "max_abs_sum":  # Z is constant where the sum is within 1
@@ -156,7 +157,6 @@ class Pieces(torch.autograd.Function):
                 ds.sub_(delta * signed.sign() * (signed.abs() >= 1))
             elif spec.normalizer == "sum":
                 ds.sub_(delta)
-            dv[piece.keys].baddbmm_(f.mT, shares)
             ds = times_slope(ds)
             if spec.similarity == "linear":
                 ds[..., -piece.seen.shape[1] :].mul_(piece.seen)
@@ -283,8 +283,9 @@ def in_place(
         return s.relu_().add_(slope), lambda ds: ds.mul_(slope)
     if spec.similarity == "softpick":
         # e^s - 1 = tanh(s/2) (e^s + 1), which does not cancel where s is small. `expm1` takes seven
-        # times as long as `exp`, and its form in `exp_minus_one` many steps.
-        slope = exp_in_place(torch.sub(s, peak, out=room))
+        # times as long as `exp`, and its form in `exp_minus_one` many steps. What is below e^-60 is
+        # lost beside the 1.
+        slope = torch.sub(s, peak, out=room).clamp_(min=-60).exp_()
         f = s.mul_(0.5).tanh_().mul_(torch.add(slope, (-peak).exp(), out=room_2))
         return f, lambda ds: ds.mul_(slope)
     if spec.similarity == "linear":
@@ -312,7 +313,10 @@ def exp_in_place(x: Tensor) -> Tensor:
 
 
 def total_of(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """Z_i / e^peak, (heads, R, 1), from the f of a piece; see `attention.normalizer`."""
+    """Z_i / e^peak, (heads, R, 1), from the f of a piece; see `attention.normalizer`.
+
+    Of softpick's f it leaves the positive ones.
+    """
     if spec.normalizer == "length":
         before = f.shape[-1] - seen.shape[-1]
         count = seen.sum(dim=-1, keepdim=True) + before
@@ -323,9 +327,9 @@ def total_of(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.similarity == "linear":
             share.relu_()
         return top * share.pow_(spec.p).sum(dim=-1, keepdim=True).pow(1 / spec.p)
-    if spec.similarity == "softpick":
-        return f.abs().sum(dim=-1, keepdim=True)
     total = f.sum(dim=-1, keepdim=True)
+    if spec.similarity == "softpick":  # of |f|; the weights that are left are the positive ones
+        return 2 * f.relu_().sum(dim=-1, keepdim=True) - total
     if spec.normalizer == "max_abs_sum":
         return total.abs().clamp(min=1)
     return total

@@ -50,7 +50,7 @@ class SharedRun(Run):
     def update(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         rows = batch.chunk(self.world.num_processes)[self.world.process_index]
         loss, norm = super().update(rows)
-        return self.world.reduce(loss, "mean"), _whole(norm)
+        return self.world.reduce(loss, "mean"), norm
 
     def backward(self, part: Tensor, parts: int) -> Tensor:
         with self.world.accumulate(self.trained):  # averages the gradients with the last part only
@@ -178,8 +178,8 @@ def join(config: RunConfig, device: torch.device) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """A tensor whose parts are in several processes, put together, as each of them gets it."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    """A tensor whose parts are in several processes, put together on the CPU of each of them."""
+    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
 
 
 def _cut(value: Any, parameter: Tensor) -> Any:

@@ -454,7 +454,7 @@ def test_a_batch_on_which_the_encoder_does_not_run_or_that_holds_a_cache_is_refu
         (runs_not + "ValueError: You must specify", {"labels": given["labels"]}),
         (runs_not + "IndexError", given | {"input_ids": given["input_ids"] + 900}),
         (runs_not + "TypeError", given | {"encoder_outputs": 3}),
-        ("past_key_values holds what the model keeps", given | {"past_key_values": object()}),
+        ("past_key_values is for what a model keeps", given | {"past_key_values": object()}),
     ):
         refuses(message, measure, model, batch)
     model.get_decoder = lambda: model.model.decoder.layers[0]  # as FSMT's, which is a plain module
@@ -478,9 +478,9 @@ def test_what_stands_for_other_tokens_than_the_ids_is_refused_by_its_name(operat
         embedded = model.get_input_embeddings()(ids)
     seen = torch.ones(3, 1, T, T).tril()
     says = {
-        "past_key_values holds what the model keeps of other tokens": {"past_key_values": past},
-        "cache_params holds what the model keeps": {"cache_params": object()},
-        "mems holds what the model keeps": {"mems": [torch.zeros(3, 3, 8)] * 2},
+        "past_key_values is for what a model keeps of other tokens": {"past_key_values": past},
+        "cache_params is for what a model keeps": {"cache_params": object()},
+        "mems is for what a model keeps": {"mems": [torch.zeros(3, 3, 8)] * 2},
         "inputs_embeds take the place of ids": {"inputs_embeds": embedded},
         "attention_mask says of each query which keys": {"attention_mask": seen},
         "attention_mask says of each query which": {"attention_mask": seen[:, 0].bool()},

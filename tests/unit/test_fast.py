@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import draw, name_of, refuses
+from helpers import draw, name_of, own_model, refuses
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkutils.measuring import passes
-from sinkutils.model import attention, fast, pieces
+from sinkutils import measure
+from sinkutils.measuring import own, passes
+from sinkutils.model import attention, fast, pieces, windows
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, register
 
 OPERATIONS = [
@@ -85,6 +86,7 @@ def long_forms(monkeypatch):
     def short(rows: int = 128, logits: int = 2**18, chunk: int = 64) -> None:
         monkeypatch.setattr(fast, "DENSE_LENGTH", 0)
         monkeypatch.setattr(fast, "CHUNK", chunk)
+        monkeypatch.setattr(fast, "LEAST_WINDOW", 1)
         monkeypatch.setattr(pieces, "ROWS", rows)
         monkeypatch.setattr(pieces, "LOGITS", {"cpu": logits})
 
@@ -118,13 +120,71 @@ def test_long_forms_in_lower_precision(spec, long_forms):
 
 def test_no_operation_makes_a_matrix_of_logits_for_a_long_text():
     length = 1100  # of which a matrix of two heads would be 2.4M logits
-    for fields in (*OPERATIONS, {"window": 64}, {"differential": True}, {"sink_logit": "zero"}):
+    others = ({"window": 10}, {"window": 64}, {"window": 700}, {"differential": True})
+    for fields in (*OPERATIONS, *others, {"sink_logit": "zero"}):
         spec = AttentionSpec(**fields)
         inputs, extras = draw(spec, length, dtype=torch.float32, shape=(1, 2, 4))
         with LargestTensor() as made:
             fast.attention_output(*inputs[:3], spec, **extras).sum().backward()
         # The room of a piece is the largest: its logits three times.
         assert made.largest <= 3 * pieces.LOGITS["cpu"], (fields, made.largest)
+
+
+def test_measuring_a_long_text_makes_no_matrix_of_its_shares(monkeypatch):
+    monkeypatch.setattr(own, "MOST_SHARES", 2**17)
+    for fields in ({}, {"similarity": "sigmoid", "normalizer": "none"}, {"similarity": "softpick"},
+                   {"similarity": "linear", "kernel": "mlp", "normalizer": "none"}):  # fmt: skip
+        model = own_model(attention=AttentionSpec(**fields), context_length=1100)
+        with LargestTensor() as made:
+            measure(model, torch.arange(1100)[None] % 60)
+        most = 3 * pieces.LOGITS["cpu"]  # the room of the model's own pieces
+        assert made.largest <= most, (fields, made.largest)  # all shares would be 2.4M
+
+
+def attended_in_loops(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mix: Tensor) -> Tensor:
+    """A softmax with a window, or differential attention, key by key in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    outs = []
+    for text, head, i in itertools.product(*map(range, q.shape[:3])):
+        seen = range(max(0, i + 1 - (spec.window or q.shape[2])), i + 1)
+        keys = torch.stack([k[text, head, j] for j in seen])
+        values = torch.stack([v[text, head, j] for j in seen])
+        row = q[text, head, i]
+        if spec.differential:
+            first, second = (
+                (keys[:, half::2] @ row[half::2] / (q.shape[3] / 2) ** 0.5).softmax(0)
+                for half in (0, 1)
+            )
+            weights = first - mix.double() * second
+        else:
+            weights = (keys @ row / q.shape[3] ** 0.5).softmax(0)
+        outs.append(weights @ values)
+    return torch.stack(outs).unflatten(0, q.shape[:3])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]
+)
+@pytest.mark.parametrize(
+    "fields", [*({"window": w} for w in (1, 2, 7, 12, 22)), {"differential": True}], ids=str
+)
+def test_windows_and_two_maps_are_their_loops(fields, dtype, near, long_forms, monkeypatch):
+    long_forms(rows=8, logits=100)
+    monkeypatch.setattr(windows, "SIZE", 14)
+    spec = AttentionSpec(**fields)
+    for length in (1, 12, 23):
+        inputs, extras = draw(spec, length, dtype=dtype, shape=(2, 3, 4))
+        mix = extras.get("mix", torch.tensor(0.0))
+        out = fast.attention_output(*inputs, spec, **extras)
+        expected = attended_in_loops(spec, *inputs, mix)
+        assert out.dtype == dtype
+        leaves = [*inputs, *extras.values()]
+        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        slopes = torch.autograd.grad(out, leaves, direction)
+        wanted = torch.autograd.grad(expected, leaves, direction.double())
+        for got, want in zip((out, *slopes), (expected, *wanted), strict=True):
+            size = max(1.0, float(want.detach().abs().max()))
+            assert_close(got.double(), want.double(), rtol=near, atol=near * size)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -268,7 +328,12 @@ def test_which_kernel_serves_where():
         ("sdpa", {"prefix": 5, "bias": "kv"}, "cuda", torch.bfloat16, 4096, False),
         ("sdpa", {"window": 64}, "cpu", torch.float32, 64, False),  # which sees everything
         ("dense", {"window": 63}, "cpu", torch.float32, 64, False),
-        ("pieces", {"window": 63}, "cpu", torch.float32, 513, False),
+        ("parts", {"window": 128}, "cpu", torch.float32, 513, False),
+        ("parts", {"window": 512, "bias": "v"}, "cpu", torch.bfloat16, 4096, False),
+        ("pieces", {"window": 127}, "cpu", torch.float32, 513, False),
+        ("pieces", {"window": 128, "bias": "kv"}, "cpu", torch.float32, 513, False),
+        ("pieces", {"window": 128}, "cpu", torch.float32, 513, True),
+        ("pieces", {"window": 128}, "cuda", torch.float32, 513, False),
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
         ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),

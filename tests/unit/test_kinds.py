@@ -619,6 +619,37 @@ def test_an_adapter_that_peft_switches_on_in_its_own_forward_is_measured():
     assert_close(surgery.untouched(wrapped, ids).report.alpha, expected[:, :2], **close)
 
 
+class ModulesToSaveWrapper(torch.nn.Module):
+    """As in PEFT: a module, and copies of it by the name of an adapter, of which one runs."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(module)})
+        self.disable_adapters, self.active_adapters = False, ["default"]
+        for parameter in self.modules_to_save.parameters():
+            parameter.data *= 1.5
+
+    def forward(self, *args, **kwargs):
+        use = self.original_module if self.disable_adapters else self.modules_to_save["default"]
+        return use(*args, **kwargs)
+
+
+def test_of_a_module_and_its_trained_copy_the_one_that_runs_is_measured():
+    model, ids = build("llama"), tokens()
+    plain = measure(model, ids, TARGETS).alpha
+    layer = model.model.layers[0]
+    layer.self_attn = ModulesToSaveWrapper(layer.self_attn)
+    layer.mlp = ModulesToSaveWrapper(layer.mlp)
+    expected = eager_alpha(model, ids, TARGETS)
+    assert (expected - plain).abs().max() > 1e-3
+    assert_close(measure(model, ids, TARGETS).alpha, expected, **close)
+    silent = surgery.edit(model, ids, "neurons", torch.zeros_like, [0])
+    assert (silent.losses - surgery.untouched(model, ids).losses).abs().max() > 1e-4
+    layer.self_attn.disable_adapters = layer.mlp.disable_adapters = True
+    assert_close(measure(model, ids, TARGETS).alpha, plain, **close)
+
+
 def test_hooks_inside_compiled_code_are_refused_and_others_are_run():
     model, ids = build("llama"), tokens()
     right = measure(model, ids).alpha
