@@ -85,10 +85,10 @@ def record(
     weights, shades = maps_of(model, ids, heads, T, levels)
     labels = [token_label(token, tokenizer) for token in ids[0].tolist()]
     alpha = weights[0, :, :, 0].mean(axis=-1)  # (heads,)
-    shown = {"labels": labels, "alpha": decimals(alpha, 4)}
+    shown = {"labels": labels, "alpha": decimals(alpha, 3)}
     shown["said"] = said_next(model, ids, tokenizer, report)
     if report.value_norms is not None:
-        shown["norms"] = decimals(report.value_norms, 2)
+        shown["norms"] = significant(report.value_norms, 3)
     return shown, shades, report
 
 
@@ -105,6 +105,11 @@ def first_tokens(subject: Subject) -> list[int]:
 def decimals(values: Any, digits: int) -> Any:
     """Numbers for JSON, as lists, rounded to so many decimals."""
     return np.asarray(values, dtype=float).round(digits).tolist()
+
+
+def significant(values: Any, digits: int) -> Any:
+    """Numbers for JSON, as lists, rounded to so many significant digits."""
+    return [[float(f"{value:.{digits}g}") for value in row] for row in np.asarray(values)]
 
 
 def said_next(

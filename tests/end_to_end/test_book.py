@@ -117,8 +117,8 @@ Promise.all(figures.map(async (figure) => {
 """
 
 
-# How many pictures of a page have controls, and how many of these leave the picture as it is: a button that puts it back
-# to how it starts.
+# How many pictures of a page have controls, and how many of these leave the picture as it is: a button that leads
+# back to its start.
 @pytest.mark.parametrize(
     ("page", "pictures", "at_rest"),
     [("00_quickstart", 2, 1), ("06_attention_operation", 1, 0)],
