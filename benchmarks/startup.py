@@ -14,6 +14,8 @@ from statistics import median
 
 from bench import keep, parser, show
 
+from sinkutils.measuring.real import model_folder
+
 
 def cpu_seconds(command: list[str], cache: str) -> float:
     """Of one run of `python -m sinkutils`, its own children included."""
@@ -31,11 +33,12 @@ def cpu_seconds(command: list[str], cache: str) -> float:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", default="smollm2", help="what `measure` measures")
+    options.add_argument("--model", help="what `measure` measures (default: smollm2)")
     options.add_argument("--rounds", type=int, default=3, help="of each command; the median counts")
     arguments = options.parse_args()
     rows = []
-    measure = ["measure", arguments.model, "-n", "20"]
+    # Its folder, because installed models are found in the cache
+    measure = ["measure", arguments.model or str(model_folder("smollm2")), "-n", "20"]
     with tempfile.TemporaryDirectory() as cache:
         first = cpu_seconds(measure, cache)
         commands = {"--help": ["--help"], "list": ["list"], "models": ["models"]}

@@ -106,7 +106,7 @@ class Pieces(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         peaks = q.new_zeros(*q.shape[:2], 1, dtype=wide)
         totals = torch.ones_like(peaks)
-        room, *spare = rooms(q, k, 3)
+        room, *spare = rooms(q, k, 2)
         band = None if g is None else band_of(g.to(wide), q.shape[1], spec)
         for piece in pieces(q, k, heads, spec):
             s = logits(q, k, spec, band, piece, room)
@@ -267,11 +267,11 @@ def in_place(
 ) -> tuple[Tensor, Step]:
     """f / e^peak, in the memory of the logits s, and a step that multiplies by its derivative.
 
-    spare: two more rooms, of which the step needs the first.
+    spare: two more rooms, of which the step needs the first; one, if no step will follow.
     softpick's f is e^s - 1 here. (`torch.where` takes thirty times as long as one of these steps on
     a CPU.)
     """
-    room, room_2 = (each[: s.numel()].view(s.shape) for each in spare)
+    room, room_2 = (each[: s.numel()].view(s.shape) for each in (spare[0], spare[-1]))
     if spec.similarity == "exp":
         f = exp_in_place(s.sub_(peak))
         return f, lambda ds: ds.mul_(f)
