@@ -654,7 +654,7 @@ def test_a_real_model_says_what_comes_next_beside_each_operation(driver, name):
         assert row["really"] <= row["shares"][0] + 0.01
     assert rows[0]["really"] > rows[1]["really"] + 0.1  # without its sink it says this less often
     assert len(driver.find_elements(By.CSS_SELECTOR, "#words-table .word .bar")) == 4 * len(rows)
-    driver.execute_script("look({ query: 5, key: 0 })")
+    driver.execute_script("look({ query: 5, key: 1 })")
     until(driver, "!document.getElementById('follow').hidden")
     assert "length of v" in by_id(driver, "follow-steps").text
     driver.save_screenshot(str(SHOTS / f"lab_words_{name}.png"))
