@@ -4,7 +4,7 @@
   `laptop`, seed 0, trained on a GPU by `studies/card.py PLAN` with a line for each of MODELS, such as
   "laptop fixed_1 0 snapshots=0,200,500,1000,2000,4000,8000,12000". Its lab-<n>.tar holds them. Without
   them the page keeps its weights.
-- Maps of the real models for the sentences in texts.yaml: `make models` installs the two.
+- Maps, norms and next tokens of the real models for the sentences in texts.yaml: `make models` installs the two.
 - The text that a model reads which grows in the page: the docstrings of this package, as they are now.
 """
 
@@ -21,10 +21,9 @@ from safetensors.numpy import load_file
 
 import sinkutils as su
 from sinkutils.paths import read_yaml
-from sinkutils.plots.figures import token_label
-from sinkutils.plots.interactive import maps_of
+from sinkutils.plots.interactive import PALETTE
 from sinkutils.plots.interactive import packed as deflated
-from sinkutils.plots.lab import SOURCES, own_text
+from sinkutils.plots.lab import SOURCES, own_text, record
 from sinkutils.study.config import RunConfig
 from sinkutils.study.task import fix_position
 
@@ -120,21 +119,18 @@ def change(run: RunConfig, weights: dict, unpacked: dict) -> dict:
 
 
 def real_models(sentences: list[str]) -> dict:
-    """Every head's map of each sentence, without and with a BOS, in shades of PALETTE."""
+    """What was recorded of each sentence, without and with a BOS; maps in shades of PALETTE."""
     models = {}
     for name in REAL:
         model, words = su.load_lm(name)
-        layers, H = model.config.num_hidden_layers, model.config.num_attention_heads
-        heads = [(layer, head) for layer in range(layers) for head in range(H)]
         texts, maps = [], []
         for sentence in sentences:
             plain = words.encode(sentence, add_special_tokens=False)
             for ids in (plain, [words.bos_token_id, *plain]):
-                weights, shades = maps_of(model, torch.tensor([ids]), heads, len(ids))
-                alpha = weights[0, :, :, 0].mean(axis=-1).astype(float).round(4).tolist()
-                labels = [token_label(token, words) for token in ids]
-                texts.append({"labels": labels, "alpha": alpha})
+                shown, shades, report = record(model, torch.tensor([ids]), words, len(PALETTE))
+                texts.append(shown)
                 maps.append(shades)
+        H = report.alpha.shape[-1]
         models[name] = {"H": H, "texts": texts, "packed": packed(maps), "withBos": True}
     return models
 
@@ -142,8 +138,7 @@ def real_models(sentences: list[str]) -> dict:
 def main() -> None:
     data = data_of(PAGE.read_text(encoding="utf-8"))
     sentences = read_yaml(SOURCES / "texts.yaml")["sentences"]
-    if data["sentences"] != sentences:
-        data |= {"sentences": sentences, "real": real_models(sentences)}
+    data |= {"sentences": sentences, "real": real_models(sentences)}
     if CHECKPOINTS.exists():
         data["models"], data["rounding"] = small_models()
     data["text"] = deflated(own_text().encode())

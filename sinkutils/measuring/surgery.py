@@ -51,6 +51,7 @@ from sinkutils.model.decoder import TransformerLM
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
 
 TARGETS = (1, 2)  # the keys k of Sink_k
+LIKELIEST = 3  # tokens that an outcome has of each position
 ELEMENTS = 2**27  # the most logits in memory at a time
 # How the name of an FFN's second projection ends in transformers
 SECOND = re.compile(
@@ -67,15 +68,21 @@ class Outcome:
     """The result of a forward pass under surgery."""
 
     # The loss in nats of tokens 2..T, or of the `last` ones, (samples, T - 1). Shorter texts are
-    # filled up with nan, and in `predicted` with -1.
+    # filled up with nan, and in `likeliest` with -1.
     losses: Tensor
-    predicted: Tensor  # (samples, T - 1): the most likely token at each of these positions
+    likeliest: Tensor  # (samples, T - 1, 3): the most likely tokens at each of these positions
+    shares: Tensor  # (samples, T - 1, 3): their probabilities
     report: Report  # Sink_1 and Sink_2; Sink_* for k* (transplanted or trained) or a sink logit
 
     @property
     def loss(self) -> float:
         """The mean of `losses`, in nats per token."""
         return float(self.losses.nanmean())
+
+    @property
+    def predicted(self) -> Tensor:
+        """The most likely token at each position, (samples, T - 1)."""
+        return self.likeliest[..., 0]
 
 
 def __dir__() -> list[str]:
@@ -409,7 +416,8 @@ def run(
     targets = check_targets(targets, shortest)
     tally = Tally(targets, int(lengths.max()), norms=cache is None)
     losses: list[Tensor] = []
-    predicted: list[Tensor] = []
+    likeliest: list[Tensor] = []
+    shares: list[Tensor] = []
     order: list[int] = []
     # The number of texts in a batch, so that their logits fit in memory
     logits_a_text = (last or int(lengths.max()) - 1) * source.vocabulary
@@ -428,16 +436,21 @@ def run(
             logits = logits_of(source, batch, past, last)
         # The logits at position i predict token i + 1, so those at the last position are left out.
         logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
-        predicted += logits.argmax(dim=-1).cpu()
+        highest, tokens = logits.topk(min(LIKELIEST, logits.shape[-1]))
+        likeliest += tokens.cpu()
+        shares += (highest - logits.logsumexp(dim=-1, keepdim=True)).exp().cpu()
         # ids may be int32, which cross_entropy refuses
         labels = batch.ids[:, -scored:].long().to(logits.device)
         losses += F.cross_entropy(logits.mT, labels, reduction="none").cpu()  # (B, scored)
         order += batch.places
     places = torch.tensor(order, device="cpu").argsort()
     report = tally.report(source, places, lengths, (0.3,))
-    nats = pad_sequence(losses, batch_first=True, padding_value=torch.nan)
-    tokens = pad_sequence(predicted, batch_first=True, padding_value=-1)
-    return Outcome(nats[places], tokens[places], report)
+
+    def in_order(rows: list[Tensor], fill: float) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=fill)[places]
+
+    nan = torch.nan
+    return Outcome(in_order(losses, nan), in_order(likeliest, -1), in_order(shares, nan), report)
 
 
 def logits_of(source: Capture, batch: Batch, past: Any, last: int | None) -> Tensor:

@@ -59,24 +59,37 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
         ids = torch.tensor([start + encode(tokenizer, text)])[:, :length]
         T = ids.shape[1]
         require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}")
-        report = measure(model, ids, targets=range(1, min(NEAREST, T) + 1))
-        count = report.alpha.shape[-1]
-        heads = [(layer, head) for layer in report.layers for head in range(count)]
-        weights, shades = maps_of(model, ids, heads, T, LEVELS)
-        labels = [token_label(token, tokenizer) for token in ids[0].tolist()]
-        alpha = weights[0, :, :, 0].mean(axis=-1)  # (heads,)
-        shown = {"labels": labels, "alpha": decimals(alpha, 4)}
-        shown["said"] = said_next(model, ids, tokenizer, report)
-        if report.value_norms is not None:
-            shown["norms"] = decimals(report.value_norms, 3)
+        shown, shades, report = record(model, ids, tokenizer, LEVELS)
         recorded.append(shown)
         maps.append(shades)
-        rows.append(report_row(report, labels))
+        rows.append(report_row(report, shown["labels"]))
+    count = report.alpha.shape[-1]
     real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(b"".join(maps))}
     first = int(np.argmax(recorded[0]["alpha"])) + 1  # the head that is shown first
     data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
     data["words"] = {"own": {"title": printable(subject.name), "about": "", "head": first}}
     return page_of(data | {"text": packed(own_text().encode())})
+
+
+def record(
+    model: nn.Module, ids: Tensor, tokenizer: Any, levels: int
+) -> tuple[dict[str, Any], bytes, Report]:
+    """What the page shows of a model's pass through ids (1, T), and its report.
+
+    Of it every head's map as bytes of so many levels, alpha, the norms of the values and what comes
+    next.
+    """
+    T = ids.shape[1]
+    report = measure(model, ids, targets=range(1, min(NEAREST, T) + 1))
+    heads = [(layer, head) for layer in report.layers for head in range(report.alpha.shape[-1])]
+    weights, shades = maps_of(model, ids, heads, T, levels)
+    labels = [token_label(token, tokenizer) for token in ids[0].tolist()]
+    alpha = weights[0, :, :, 0].mean(axis=-1)  # (heads,)
+    shown = {"labels": labels, "alpha": decimals(alpha, 3)}
+    shown["said"] = said_next(model, ids, tokenizer, report)
+    if report.value_norms is not None:
+        shown["norms"] = significant(report.value_norms, 3)
+    return shown, shades, report
 
 
 def first_tokens(subject: Subject) -> list[int]:
@@ -94,14 +107,19 @@ def decimals(values: Any, digits: int) -> Any:
     return np.asarray(values, dtype=float).round(digits).tolist()
 
 
+def significant(values: Any, digits: int) -> Any:
+    """Numbers for JSON, as lists, rounded to so many significant digits."""
+    return [[float(f"{value:.{digits}g}") for value in row] for row in np.asarray(values)]
+
+
 def said_next(
     model: nn.Module, ids: Tensor, tokenizer: Any, report: Report
 ) -> list[dict[str, Any]]:
     """What the model says after each token: as it is, without the first key, with its largest
     element set back.
 
-    Of each: the likeliest token, and the probability of the one that the text has; as the model is
-    also the probability of the likeliest. What `surgery` refuses of this model is left out.
+    Of each: the likeliest tokens with their probabilities, and the probability of the token that the
+    text has. What `surgery` refuses of this model is left out.
     """
     block = 0  # after which the largest element first stands, at half its size or more
     if report.first_elements is not None:
@@ -118,9 +136,12 @@ def said_next(
             outcome = operation(model, ids)
         except ValueError:
             continue
-        tokens = [token_label(token, tokenizer) for token in outcome.predicted[0].tolist()]
-        shares = decimals(outcome.losses[0].neg().exp(), 4)
-        rows.append({"row": row, "tokens": tokens, "shares": shares})
+        likeliest = []  # after each token, in pairs of a label and a probability
+        for tokens, shares in zip(outcome.likeliest[0], outcome.shares[0], strict=True):
+            labels = [token_label(token, tokenizer) for token in tokens.tolist()]
+            likeliest.append(list(zip(labels, decimals(shares, 2), strict=True)))
+        shares_of_text = decimals(outcome.losses[0].neg().exp(), 3)
+        rows.append({"row": row, "next": likeliest, "shares": shares_of_text})
     return rows
 
 

@@ -26,7 +26,7 @@ function makeToy(table, { names, low, high, values }) {
     say(WORDS.with, { key: names[0] }));
   titles.style.fontWeight = "bold";
   const sliders = names.map((name) => make("input", { type: "range", min: low, max: high,
-    step: values ? 0.05 : 0.5,    ariaLabel: say(WORDS.logitOf, { key: name }), oninput: show }));
+    step: values ? "any" : 0.5, ariaLabel: say(WORDS.logitOf, { key: name }), oninput: show }));
   const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
   sliders.forEach((slider) => { slider.style.width = "var(--slider, min(120px, 15vw))"; });
   const spent = outputs(), lengths = outputs();
@@ -62,7 +62,7 @@ function makeToy(table, { names, low, high, values }) {
     show();
   };
   // One step of gradient descent on half the squared length of the last column's output o, with a
-  // rate of 1. Its slope on logit j is A_j o.(v_j - o).
+  // rate of 1. Its slope on logit j is A_j o.(v_j - o). As the sliders have no step, small changes count too.
   put.descend = () => {
     const logits = sliders.map((slider) => Number(slider.value)), weights = softmax(logits);
     const o = values[0].map((_, d) => sum(weights.map((weight, i) => weight * values[i][d])));

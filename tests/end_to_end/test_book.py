@@ -117,14 +117,45 @@ Promise.all(figures.map(async (figure) => {
 """
 
 
-def test_every_slider_and_button_of_the_first_notebook_moves_its_picture():
+# How many pictures of a page have controls, and how many of these leave the picture as it is: a button that leads
+# back to its start.
+@pytest.mark.parametrize(
+    ("page", "pictures", "at_rest"),
+    [("00_quickstart", 2, 1), ("06_attention_operation", 1, 0)],
+)
+def test_every_slider_and_button_moves_its_picture(page, pictures, at_rest):
     with chromium() as driver:
-        driver.get((BOOK / "notebooks" / "00_quickstart.html").as_uri())
+        driver.get((BOOK / "notebooks" / f"{page}.html").as_uri())
         driver.implicitly_wait(2)
         driver.find_elements("css selector", "figure input")
         moved = driver.execute_async_script(PLAY)
         assert console_errors(driver) == []
-    assert len(moved) == 3
+    assert len(moved) == pictures
     assert all(any(changed) for changed in moved)
-    # "nothing matches" is how the logits start
-    assert sum(changed.count(False) for changed in moved) <= 1
+    assert sum(changed.count(False) for changed in moved) <= at_rest
+
+
+DESCEND = """
+    const figure = [...document.querySelectorAll("figure")].find((one) => one.querySelector("input"));
+    const press = (name) => [...figure.querySelectorAll("button")].find(
+        ({ textContent }) => textContent === name).click();
+    // Of the output with k*: the last number of the table.
+    const length = () => Number([...figure.querySelectorAll("output")].at(-1).textContent);
+    const lengths = [length()];
+    press("all alike");
+    for (let step = 0; step <= 500; step++) {
+        lengths.push(length());
+        press("one step of descent");
+    }
+    return lengths;
+"""
+
+
+def test_steps_of_descent_in_06_lead_to_where_the_page_says_that_they_end():
+    with chromium() as driver:
+        driver.get((BOOK / "notebooks" / "06_attention_operation.html").as_uri())
+        driver.implicitly_wait(2)
+        driver.find_elements("css selector", "figure input")
+        end, *lengths = driver.execute_script(DESCEND)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 3 * end and lengths[-1] < end + 0.03

@@ -638,6 +638,29 @@ def test_losing_the_sink_shows_in_the_next_tokens(driver):
     assert console_errors(driver) == []
 
 
+@pytest.mark.parametrize("name", ["smollm2", "gemma-3-270m"])
+def test_a_real_model_says_what_comes_next_beside_each_operation(driver, name):
+    visit(driver, f"#model={name}&bos=1")
+    until(driver, "!document.getElementById('words').hidden")
+    press(driver, "words-worst")
+    rows = driver.execute_script("""
+        return rowsRecorded().map(({ title, next, really }) =>
+            ({ title, shares: next.map(({ share }) => share), really: really.share }));
+    """)
+    titles = ["as trained", "first token hidden", "its largest number as in other tokens"]
+    assert [row["title"] for row in rows] == titles
+    for row in rows:
+        assert len(row["shares"]) == 3 and row["shares"] == sorted(row["shares"], reverse=True)
+        assert row["really"] <= row["shares"][0] + 0.01
+    assert rows[0]["really"] > rows[1]["really"] + 0.1  # without its sink it says this less often
+    assert len(driver.find_elements(By.CSS_SELECTOR, "#words-table .word .bar")) == 4 * len(rows)
+    driver.execute_script("look({ query: 5, key: 1 })")
+    until(driver, "!document.getElementById('follow').hidden")
+    assert "length of v" in by_id(driver, "follow-steps").text
+    driver.save_screenshot(str(SHOTS / f"lab_words_{name}.png"))
+    assert console_errors(driver) == []
+
+
 def test_the_page_speaks_german_and_its_address_says_so(driver):
     visit(driver, "#model=fixed_1&lang=de")
     assert driver.execute_script("return document.documentElement.lang") == "de"

@@ -45,12 +45,13 @@ function rowsAfter(place) {
   });
 }
 
-// The same of a recorded model: the likeliest token, and the share of the one that comes.
+// The same of a recorded model.
 function rowsRecorded() {
   const { said: recorded, labels } = results.edited, at = state.query - 1;
   if (at + 1 >= labels.length) return []; // what comes after the text is not known
-  return recorded.map(({ row, tokens, shares }) => ({ title: said(row),
-    next: [{ token: tokens[at] }], really: { token: labels[at + 1], share: shares[at] } }));
+  return recorded.map(({ row, next, shares }) => ({ title: said(row),
+    next: next[at].map(([token, share]) => ({ token, share })),
+    really: { token: labels[at + 1], share: shares[at] } }));
 }
 
 // The query (from 1, in the map) after which hiding the first token costs most; 0: none.
@@ -95,8 +96,7 @@ function showWords() {
 // A token and its probability, as a bar and as a number. `right`: it is the one that comes.
 function bar({ token, share }, right) {
   const length = make("span", { className: "bar" });
-  length.style.width = `${Math.round(60 * (share ?? 0))}px`;
-  const number = share === undefined ? "" : ` ${two(share)}`;
+  length.style.width = `${Math.round(60 * share)}px`;
   return make("span", { className: right ? "word right" : "word" }, length,
-    make("b", {}, token), number);
+    make("b", {}, token), ` ${two(share)}`);
 }
