@@ -380,9 +380,7 @@ class Report:
 
     def _forecast_line(self) -> str:
         """The forecast in one line."""
-        largest = {part: 0.0 for part in "hkv"}
-        for (part, _), values in self.maxima.items():
-            largest[part] = max(largest[part], float(values.max()))
+        largest = self.peaks.groupby("part")[["first", "others"]].max().max(axis=1)
         over = [part for part, value in largest.items() if value > FLOAT16]
         sizes = ", ".join(f"{part} {value:.3g}" for part, value in largest.items())
         forecast = self.forecast

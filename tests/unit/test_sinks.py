@@ -308,7 +308,7 @@ def test_layers_with_different_numbers_of_heads_are_refused():
     for layer, heads in enumerate((2, 3)):
         tally.add(layer, [Reduced(torch.full((1, heads, 4, 1), 0.5))])
     with refused("different numbers of heads"):
-        tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))
+        tally.report(None, torch.tensor([4]), (0.3,))
 
 
 def test_an_interval_is_no_point_where_all_texts_agree_and_none_of_one_text():
