@@ -103,7 +103,7 @@ READS["block_1"] = ("live_1",)
 
 def quantities(record: Record) -> Numbers | None:
     """All quantities of a record (`of_run`)."""
-    return of_run(record.config, {**record.metrics}, record.read_arrays().get("curve"))
+    return of_run(record.config, record.metrics, record.alphas.get("curve"))
 
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:

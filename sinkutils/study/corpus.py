@@ -17,8 +17,9 @@ import shutil
 import tarfile
 import warnings
 from bisect import bisect
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ from sinkutils.measuring.texts import (
     train_tokenizer,
 )
 from sinkutils.paths import cache_root, written_whole
-from sinkutils.study import embedded, external
+from sinkutils.study import sources
 from sinkutils.study.config import Identity, public_name
-from sinkutils.study.embedded import split_fraction, text_digest
+from sinkutils.study.sources import split_fraction, text_digest
 
 # The share of the documents that the probe split gets, and again the valid split. The hash of its
 # text decides where a document goes.
@@ -106,9 +107,9 @@ class Corpus:
 
 
 EMBEDDED = {
-    "docstrings": embedded.docstrings,
-    "sources": embedded.sources,
-    "embedded": embedded.everything,
+    "docstrings": sources.docstrings,
+    "sources": sources.python,
+    "embedded": sources.everything,
 }
 # The names that load_corpus accepts. A part in < > has to be filled in.
 CORPORA = (
@@ -159,9 +160,9 @@ def load_corpus(
     vocab_size = integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if max_tokens is not None:
         max_tokens = integer("max_tokens", max_tokens, least=1)
-    if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
-        tokenizer = external.NEOX_TOKENIZER
-        max_tokens = max_tokens or external.PILE_TOKENS
+    if name == "pile" and tokenizer is None and vocab_size == sources.NEOX_PADDED:
+        tokenizer = sources.NEOX_TOKENIZER
+        max_tokens = max_tokens or sources.PILE_TOKENS
     name = located(name)
     documents, version = _source(name)
     if version == STREAMED:
@@ -184,25 +185,25 @@ def load_corpus(
         if name.startswith("packed:"):
             unpack(Path(name.removeprefix("packed:")), new)
         else:
-            _tokenise(new, name, documents, vocab_size, tokenizer, max_tokens)
+            _tokenise(new, name, documents(), vocab_size, tokenizer, max_tokens)
     return Corpus(folder)
 
 
-def _source(name: str) -> tuple[Iterator[str], object]:
-    """The documents of a corpus, and the version of their source (such as versions of packages).
+def _source(name: str) -> tuple[Callable[[], Iterator[str]], object]:
+    """What reads the documents of a corpus, and their version (such as versions of packages).
 
     Raises ValueError for an unknown name, with the list of known ones.
     """
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
-        return EMBEDDED[name](), [platform.python_version(), embedded.text_versions()]
-    if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
-        return external.pile(rest), STREAMED
+        return EMBEDDED[name], [platform.python_version(), text_versions()]
+    if name == "pile" or (kind == "pile" and rest in sources.PILE_WEIGHTS):
+        return partial(sources.pile, rest), STREAMED
     if kind == "hub" and rest:
         parts = rest.split("/")  # owner, name, and a config whose name may contain slashes
         dataset = "/".join(parts[:2])
         config = "/".join(parts[2:]) or None
-        return external.hub(dataset, config), STREAMED
+        return partial(sources.hub, dataset, config), STREAMED
     if kind in ("path", "packed") and rest:
         files = [Path(rest)]
         if kind == "path":
@@ -211,11 +212,20 @@ def _source(name: str) -> tuple[Iterator[str], object]:
         for file in files:
             stat = file.stat()
             version.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
-        return external.local(files), ["line ends are LF", version]
+        return partial(sources.local, files), ["line ends are LF", version]
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
     if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
     raise Refused(message)
+
+
+def text_versions() -> dict[str, str | None]:
+    """The version of each distribution whose text is embedded, or None if it is not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(sources.DISTRIBUTIONS)
+    for name in versions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _tokenise(
