@@ -85,9 +85,7 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
 def code_only(source: str) -> str:
     """Python source without comments and docstrings, so that it shares no text with the prose."""
     comments = (
-        match
-        for match in COMMENT_OR_STRING.finditer(source)
-        if match.group().startswith("#")
+        match for match in COMMENT_OR_STRING.finditer(source) if match.group().startswith("#")
     )
     code, end = "", 0
     for start, next_end in sorted(

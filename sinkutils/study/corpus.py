@@ -57,6 +57,7 @@ SPLITS = ("train", "valid", "probe")
 # The files of a packed corpus, and the most bytes that each may have. The paper's text has 10 GB.
 PACKED = {"meta.json": 10**6, "tokenizer.json": 10**8}
 PACKED |= dict.fromkeys((f"{split}.bin" for split in SPLITS), 4 * 10**10)
+PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 Meta = dict[str, Any]  # the contents of a folder's meta.json
 
@@ -416,27 +417,21 @@ def unpack(file: Path, folder: Path) -> None:
     try:
         with tarfile.open(file) as tar:
             for member in tar:
-                _unpack_member(tar, member, folder)
+                name = member.name.removeprefix("./")
+                if name == "." and member.isdir():  # the folder itself
+                    continue
+                require(name in PACKED, f"{short(member.name)} is none of {', '.join(PACKED)}")
+                source = tar.extractfile(member) if member.type in PLAIN else None
+                if source is None:
+                    raise Refused(f"{name} is no plain file")
+                most = PACKED[name]
+                size = f"{name} has {member.size:,} bytes, and at most {most:,} are unpacked"
+                require(member.size <= most, size)
+                require(not (folder / name).exists(), f"{name} is there twice")
+                with (folder / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
         raise Refused(
             f"{file} is not a complete file of pack_corpus: {first_line(error)}"
         ) from error
-
-
-def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    name = member.name.removeprefix("./")
-    if name == "." and member.isdir():  # the folder itself
-        return
-    require(name in PACKED, f"{short(member.name)} is none of {', '.join(PACKED)}")
-    plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
-    source = tar.extractfile(member) if plain else None
-    if source is None:
-        raise Refused(f"{name} is no plain file")
-    require(
-        member.size <= PACKED[name],
-        f"{name} has {member.size:,} bytes, and at most {PACKED[name]:,} are unpacked",
-    )
-    require(not (folder / name).exists(), f"{name} is there twice")
-    with (folder / name).open("wb") as target:
-        shutil.copyfileobj(source, target)
