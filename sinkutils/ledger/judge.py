@@ -366,7 +366,8 @@ def _bar(check: Check, base: str) -> Bar:
         return Bar(BASE) if check.runs == (base,) else Bar(SHARES[check.kind], (base, "excess"))
     if len(check.runs) == 1:
         assert quantity.bar is not None
-        return Bar(*as_judged({check.quantity: quantity.bar}).values())
+        (bar,) = as_judged({check.quantity: quantity.bar}).values()
+        return Bar(bar)
     if check.kind == "more":
         return ZERO
     share = SHARES[check.kind]

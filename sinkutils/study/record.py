@@ -127,6 +127,17 @@ class Record:
 
         return {name: torch.from_numpy(array) for name, array in self.alphas.items()}
 
+    def read_arrays(self) -> dict[str, np.ndarray]:
+        """The same as arrays of NumPy, for which PyTorch is not needed."""
+        return self.alphas
+
+    def check(self) -> None:
+        """Check once more that all files but the weights are as they were written.
+
+        Raises `CorruptRecord` for the first that is not.
+        """
+        read_record(self.folder)
+
     @property
     def weights(self) -> Path | None:
         """The file of the weights, or None if they were not kept."""

@@ -227,12 +227,17 @@ class Batch:
 
 
 def _reason(status: int, log: Path, said: int) -> str:
-    """Why a worker ended with this exit status: the last line of its log, after `said` bytes."""
+    """Why a worker ended with this exit status, by what it wrote to its log after `said` bytes.
+
+    That is its last line. If there is a traceback, it is the first line below it.
+    """
     if status < 0:
         return f"it was killed by {signal.Signals(-status).name}"
-    lines = log.read_bytes()[said:].decode("utf-8", "replace").splitlines()
+    text = log.read_bytes()[said:].decode("utf-8", "replace")
+    _, traceback, below = text.rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in below.splitlines() if line[:1].strip()]  # those without indentation
     if lines:
-        return lines[-1].removeprefix("sinkutils: ")
+        return lines[0 if traceback else -1].removeprefix("sinkutils: ")
     if shutil.disk_usage(log.parent).free < LEAST_ROOM:
         return "the disk is full: free some space and run the same command again"
     return f"exit status {status}"

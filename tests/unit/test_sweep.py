@@ -257,6 +257,15 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
     assert sweep.results(0, 1) == expected[:2]
 
 
+TRACEBACK = b"""a bar
+Traceback (most recent call last):
+  File "x.py", line 1, in x
+    x()
+RuntimeError: CUDA error: out of bounds
+Compile with TORCH_USE_CUDA_DSA to enable device-side assertions.
+"""
+
+
 class Ended:
     """A process that has ended."""
 
@@ -268,7 +277,7 @@ class Ended:
     ("status", "free", "printed", "said"),
     [
         (2, 2**30, b"a bar\nsinkutils: no such text\n", "no such text;"),
-        (1, 2**30, b"Traceback:\nKeyError: 'x'\n", "KeyError: 'x';"),
+        (1, 2**30, TRACEBACK, "RuntimeError: CUDA error: out of bounds;"),
         (1, 2**30, b"", "exit status 1"),
         (-9, 2**30, b"a bar\n", "it was killed by SIGKILL"),
         (1, 0, b"", "the disk is full: free some"),
