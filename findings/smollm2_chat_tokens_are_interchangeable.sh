@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Expected: a chat model needs its own tokens <|im_start|> and <|im_end|> around the turns; with
 # others in their place it answers worse or something else.
-# What happens: SmolLM2 135M Instruct does not tell them apart. With the two exchanged, or with
+# What happens: SmolLM2 135M Instruct hardly tells them apart. With the two exchanged, or with
 # <gh_stars>, which no chat contains, in place of both, the next token has nearly the same
 # probabilities, and the answer still ends in <|im_end|>. The vectors of all of these lie close
 # together, as the tokens were new to the model when it learned to chat. A word in their place
