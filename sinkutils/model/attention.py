@@ -420,10 +420,7 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 
 
 def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, length: int) -> None:
-    """Raise ValueError, which names the argument and its proper shape, if it does not fit.
-
-    length: one more than the largest distance.
-    """
+    """Refuse inputs that do not fit, by name. length: one more than the largest distance."""
     _, heads, _, head_dim = q.shape
     even = head_dim % 2 == 0 or not spec.differential
     require(even, "differential attention needs an even head dimension (D of q)")
