@@ -97,7 +97,6 @@ def measure(
         batch_size = integer("batch_size", batch_size, least=1)
     pairs = distinct_pairs(heads)
     check_bos(bos)
-    check_weights(model)
     every_bos = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
     # A decoder's texts may begin with a token of their own, and BOS then follows it.
     firsts = every_bos | token_ids(model, "decoder_start_token_id")
@@ -141,6 +140,7 @@ def watched(
     the passes, and the state to which changes are added.
     batch_size, tokens: texts, or else tokens, in a pass. The others: as in `measure`.
     """
+    check_weights(model)
     state = LeftAsFound()
     # Entered twice: if an interrupt stops the inner context while it restores the model, the outer
     # one restores it.
