@@ -16,11 +16,8 @@ from sinkutils.measuring.measure import DECODED, measure
 from sinkutils.measuring.refusals import cut_by, is_sharded
 
 LOGGER = logging.getLogger("sinkutils")
-# What is logged of `Report.summary`
-LOGGED = (
-    "sink_1 block_1 later_blocks element value_ratio entropy star sink_logit "
-    "excess_full excess_window element_full element_window element_linear"
-).split()
+# What is not logged of `Report.summary`: where the element is
+PLACE = {"element_block", "element_dimension"}
 
 
 class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
@@ -115,7 +112,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if first:
             should_log = control.should_log
             log = trainer_log()
-            log({f"sink/{name}": summary[name] for name in LOGGED if name in summary})
+            log({f"sink/{name}": x for name, x in summary.items() if name not in PLACE})
             # `log` clears this flag. It is restored, as the trainer may still have to log its loss.
             control.should_log = should_log
 
