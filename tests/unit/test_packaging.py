@@ -20,7 +20,7 @@ import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.ledger.claims_file import read_claims
 from sinkutils.paths import OPEN_LMS, ROOT
-from sinkutils.study import embedded, grid
+from sinkutils.study import corpus, grid, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -50,12 +50,12 @@ def test_the_ranges_hold_the_pins_and_no_other_file_has_any():
 
 
 def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
-    versions = embedded.text_versions().items()
+    versions = corpus.text_versions().items()
     installed = {name: version and version.partition("+")[0] for name, version in versions}
     assert installed.items() <= pins().items()
     extras = ("", "notebooks", "test", "hub", "text")
     listed = {line.name for extra in extras for line in requirements()[extra]}
-    assert set(embedded.DISTRIBUTIONS) <= listed
+    assert set(sources.DISTRIBUTIONS) <= listed
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "--constraint constraints.txt --editable '.[text,models]'" in makefile
 
