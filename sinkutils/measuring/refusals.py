@@ -196,6 +196,8 @@ class Arguments:
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuse a forward that does not run on the ids and on what is given beside them."""
+        if "input_ids" not in self.parameters and not self.takes_any:
+            raise Refused(f"{self.kind} takes no input_ids, but {', '.join(self.parameters)}")
         try:
             inspect.Signature([*self.parameters.values()]).bind(input_ids=None, **given)
         except TypeError as error:
