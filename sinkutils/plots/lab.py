@@ -58,7 +58,8 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
     for text in texts:
         ids = torch.tensor([start + encode(tokenizer, text)])[:, :length]
         T = ids.shape[1]
-        require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}")
+        front = " with the one in front of it" if start else ""
+        require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}{front}")
         shown, shades, report = record(model, ids, tokenizer, LEVELS)
         recorded.append(shown)
         maps.append(shades)
