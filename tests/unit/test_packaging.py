@@ -209,11 +209,11 @@ def test_each_number_of_ours_is_what_the_records_say():
     gpu = su.runs("gpu").set_index("experiment")
     any_token = gpu.loc["default_constant_lr_steps_13638"]
     said = {
-        f"any first token, in {any_token.sink_1:.0f} % of the pairs",
+        f"In short texts it is in {any_token.sink_1:.0f} % of the pairs",
         f"the key takes only {gpu.sink_star.k_bias:.0f} %",
         f"is {mean.element_block_1.fixed_1:.0f} times the median",
-        f"each of the next tokens costs {dropped:.2f} nats more",
-        f"With that one key kept it costs {kept:.2f} more",
+        f"the loss rises by {dropped:.2f} nats per token",
+        f"With that one key kept it rises by {kept:.2f}",
         f"{mean.sink_star.k_bias:.1f} % of the pairs have their sink on it",
         f"{smol:.2f} % [",
     }
@@ -221,7 +221,9 @@ def test_each_number_of_ours_is_what_the_records_say():
     assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
     later = {name: later_blocks_with_a_sink(name) for name in ("fixed_1", "sigmoid")}
     assert later["sigmoid"] == 0
-    said.add(f"a sink in {later['fixed_1']:.1f} % of the pairs, and with sigmoid in none")
+    said.add(
+        f"{later['fixed_1']:.1f} % of the pairs have a sink with softmax, and none with sigmoid"
+    )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
     assert mean.sink_1.k_bias == 0
