@@ -23,7 +23,16 @@ from tqdm import tqdm
 
 from sinkutils.checks import choice, require
 from sinkutils.checks import device as find_device
-from sinkutils.measuring.files import first_difference, read_config, weights_in, whole_numbers
+from sinkutils.measuring.files import (
+    ADAPTER,
+    base_of_adapter,
+    first_difference,
+    gguf_file,
+    is_index,
+    read_config,
+    weights_in,
+    whole_numbers,
+)
 from sinkutils.measuring.probes import WithoutTokenizer
 from sinkutils.measuring.real import (
     REAL_MODELS,
@@ -36,12 +45,12 @@ from sinkutils.paths import read_yaml
 
 ONE_STATE = "revision is of a hub id, and {0!r} has one state only: leave it out"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
+VOCABULARY_FILES = ("tokenizer.json", "vocab*", "merges*", "*.model", "*.tiktoken", "*.gguf")
+TOKENIZER_FILES = ("*token*", *VOCABULARY_FILES)
 TEKKEN = "tekken.json"  # the tokenizer of Mistral's own format
 # Reasons why a model does not load
 PICKLED = "a .bin file that is cut, or holds more than tensors, which could run any code"
 OFFLINE = "is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-ADAPTER = "adapter_config.json"
 # The beginning of a weight's name: "model.layers.3." -> "model.layers.", "3".
 BLOCK = re.compile(r"(.*?)(\d+)\.")
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # of a GGUF file that was split
@@ -143,16 +152,22 @@ def _load_transformers(
         names = other_names(model, info)
         if names:
             model, info = _causal_lm("from_pretrained", where, key_mapping=names, **options)
-        tokenizer: Any = WithoutTokenizer(model)
-        if not local or gguf or _has_tokenizer(path):
-            tokenizer = AutoTokenizer.from_pretrained(where, **common)
-        elif (path / TEKKEN).is_file():
-            tokenizer.why = f"its tokenizer, {TEKKEN}, needs: pip install mistral-common"
     except Exception as error:  # anything: wrong shapes, broken JSON, a missing package, ..
         raise ModelUnavailable(_why(name, offline, error)) from error
     finally:
         set_hook(bars)
     check_loaded(name, model, info)
+    tokenizer: Any = WithoutTokenizer(model)
+    try:
+        if not local or gguf or _has_tokenizer(path):
+            tokenizer = AutoTokenizer.from_pretrained(where, **common)
+        elif (path / TEKKEN).is_file():
+            tokenizer.why = f"its tokenizer, {TEKKEN}, needs: pip install mistral-common"
+    except Exception as error:
+        if not local or any(any(path.glob(pattern)) for pattern in VOCABULARY_FILES):
+            failed = "has a tokenizer that could not be read:"
+            raise ModelUnavailable(_why(name, offline, error, failed)) from error
+        tokenizer.why = "this folder has settings of a tokenizer, but no vocabulary"
     if target:
         model.to(target)
     return model.eval(), tokenizer
@@ -187,20 +202,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 # --- before a model is loaded
-
-
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at this path, or the first in a folder without a config.json; else None."""
-    if path.suffix == ".gguf":
-        return path
-    files = sorted(path.glob("*.gguf"))
-    return files[0] if files and not (path / "config.json").exists() else None
-
-
-def base_of_adapter(path: Path) -> str | None:
-    """The base model that an adapter's folder names."""
-    name = read_config(path / ADAPTER).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
 
 
 def why_not(path: Path) -> str:
@@ -271,7 +272,9 @@ def _why_unread(path: Path) -> str:
 
     config = read_config(path / "config.json")
     scheme = config.get("quantization_config")
-    scheme = scheme if isinstance(scheme, dict) else {}
+    scheme = {} if scheme is None else scheme
+    if not isinstance(scheme, dict):
+        return "has a config.json whose quantization_config is no JSON object"
     method = scheme.get("quant_method")
     mlx = isinstance(config.get("quantization"), dict) or {"group_size", "bits"} <= scheme.keys()
     if method is None and mlx:
@@ -297,9 +300,13 @@ def _why_not_these(path: Path) -> str:
     names = ("model.safetensors", "pytorch_model.bin")
     pairs = ([path / name, path / f"{name}.index.json"] for name in names)
     new, old = ([file for file in pair if file.is_file()] for pair in pairs)
-    if not new and not old and (what := _what_it_is(path)):
-        return f"has no model.safetensors: {what}"
+    shards = sorted(path.glob("*-of-*"))
+    what = f"its shards ({shards[0].name}, ..) have no index" if shards else _what_it_is(path)
     used = new or old
+    if what and not used:
+        return f"has no model.safetensors: {what}"
+    if used and used[0].suffix == ".json" and not is_index(used[0]):
+        return f"has a {used[0].name} that is cut, or lacks metadata or weight_map"
     other = None
     with suppress(Exception):  # of any kind: `from_pretrained` meets it as well
         other = first_difference(*used) if len(used) == 2 else None
@@ -345,10 +352,10 @@ def _why_too_large(path: Path) -> str:
 # --- after it is loaded, or not
 
 
-def _why(name: str, offline: bool, error: Exception) -> str:
+def _why(name: str, offline: bool, error: Exception, failed: str = "could not be loaded:") -> str:
     """Why a model did not load, in one line: transformers' own message, unless it misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError):  # such as an activation, or a part of the tokenizer
+    if isinstance(error, KeyError) and " " not in message:  # a name, such as an activation's
         message = f"transformers looked up {message} and found nothing of that name"
     path = Path(name)
     find_spec = importlib.util.find_spec  # returns None if a package is not installed
@@ -363,7 +370,6 @@ def _why(name: str, offline: bool, error: Exception) -> str:
     kind = re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message)
     base = base_of_adapter(path)
     is_adapter = (path / ADAPTER).exists()
-    failed = "could not be loaded:"
     start = message[:200]
     # The reason is the first of these sentences whose condition holds.
     reasons = (

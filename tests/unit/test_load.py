@@ -556,6 +556,65 @@ def test_a_bin_file_beside_shards_that_differ_or_are_damaged_is_refused(tmp_path
     refuses("has a .bin file that is cut", load_lm, tmp_path, kind=ModelUnavailable)
 
 
+def test_shards_need_an_index_that_is_one(tmp_path):
+    build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    for contents in ("[]", '{"weight_map": {}}', '{"metadata": {}, "weight_map": ', "{}"):
+        index.write_text(contents)
+        says = "has a model.safetensors.index.json that is cut, or lacks metadata or weight_map"
+        refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+    index.unlink()
+    says = "has no model.safetensors: its shards .model-00001-of-00005.* have no index"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("quantization_config", [], "quantization_config is no JSON object"),
+        ("quantization_config", "int8", "quantization_config is no JSON object"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "loaded: .Missing required"),
+        ("hidden_act", "nosuch", "looked up 'nosuch'"),
+    ],
+)
+def test_what_is_wrong_in_config_json_is_said(field, value, says, tmp_path):
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+)
+def test_settings_without_a_vocabulary_are_no_tokenizer_and_no_reason_to_refuse(file, tmp_path):
+    saved(tmp_path, tokenizer=False)
+    (tmp_path / file).write_text('{"chat_template": "{{ x }}"}')
+    _, tokenizer = load_lm(tmp_path)
+    assert probe("random", tokenizer, n=2).shape == (2, 64)
+    with refused("settings of a tokenizer, but no vocabulary; without it, only random"):
+        tokenizer.encode("text")
+
+
+def test_a_tokenizer_that_is_broken_is_named_as_what_is_broken(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refuses("a tokenizer that could not be read", load_lm, tmp_path, kind=ModelUnavailable)
+
+
+def test_boolean_weights_are_whole_numbers(tmp_path):
+    saved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.ones(32, 32) > 0
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    refuses("whole numbers .*q_proj.weight: torch.bool", load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize("name", ["a/b/c/d", "C:\\models\\x", "https://host/org/name", "hf://a/b"])
+def test_an_address_or_a_path_that_is_not_there_is_no_hub_id(name):
+    refuses("no folder that is there, and no hub id", load_lm, name, kind=ModelUnavailable)
+
+
 def test_an_older_file_of_weights_that_is_loaded_in_place_of_a_newer_one_is_named(tmp_path):
     saved(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
