@@ -24,7 +24,7 @@ from sinkutils.paths import LEDGER
 from sinkutils.study import grid
 from sinkutils.study.config import learning_rate
 from sinkutils.study.corpus import load_corpus
-from sinkutils.study.step import reproducible
+from sinkutils.study.task import reproducible
 from sinkutils.study.train import Run
 
 GROUPS = ("embedding", "unembedding", "queries and keys", "values", "FFN", "gains")

@@ -17,7 +17,7 @@ from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.study.corpus import load_corpus
 from sinkutils.study.grid import config, presets
-from sinkutils.study.step import GraphedStep, device_name, reproducible, usable_precision
+from sinkutils.study.task import GraphedStep, device_name, reproducible, usable_precision
 from sinkutils.study.train import Run
 
 GIB = 2**30

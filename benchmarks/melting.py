@@ -26,7 +26,7 @@ from sinkutils.model.masks import visible
 from sinkutils.paths import cache_root, replace_file
 from sinkutils.study import grid
 from sinkutils.study.corpus import load_corpus
-from sinkutils.study.step import reproducible
+from sinkutils.study.task import reproducible
 from sinkutils.study.train import Run
 
 PLAIN, PUSHED, FADED, RELEASED = 1500, 1000, 200, 1800

@@ -13,7 +13,7 @@ from sinkutils.measuring.tally import lower_median
 from sinkutils.paths import LEDGER
 from sinkutils.study import grid
 from sinkutils.study.corpus import load_corpus
-from sinkutils.study.step import reproducible
+from sinkutils.study.task import reproducible
 from sinkutils.study.train import Run
 
 CPU = torch.device("cpu")

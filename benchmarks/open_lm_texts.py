@@ -27,8 +27,8 @@ from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import BOS, TEXT, bos_id, encode, probe
 from sinkutils.measuring.real import REAL_MODELS
-from sinkutils.measuring.texts import text_of
-from sinkutils.study import embedded
+from sinkutils.measuring.texts import COMMENT_OR_STRING, docstring_matches, text_of
+from sinkutils.study import sources
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
 DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32
@@ -36,7 +36,7 @@ QUESTIONS = "hellaswag_1000.jsonl"
 KINDS = ("prose", "python", "c-headers", "licences", "data")
 SUFFIXES = {
     "python": (".py",),
-    "c-headers": embedded.HEADERS,
+    "c-headers": sources.HEADERS,
     "data": (".json", ".csv", ".toml", ".yaml", ".yml", ".xml", ".ini", ".cfg"),
 }
 MAX_CHARACTERS = 20_000  # of an installed document
@@ -85,13 +85,11 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
 def code_only(source: str) -> str:
     """Python source without comments and docstrings, so that it shares no text with the prose."""
     comments = (
-        match
-        for match in embedded.COMMENT_OR_STRING.finditer(source)
-        if match.group().startswith("#")
+        match for match in COMMENT_OR_STRING.finditer(source) if match.group().startswith("#")
     )
     code, end = "", 0
     for start, next_end in sorted(
-        match.span() for match in (*comments, *embedded.docstring_matches(source))
+        match.span() for match in (*comments, *docstring_matches(source))
     ):
         code += source[end:start].rstrip("" if source[start] == "#" else "rRuU")
         end = next_end
@@ -102,19 +100,19 @@ def code_only(source: str) -> str:
 def installed_texts(kind: str) -> list[str]:
     """Texts of one of KINDS, shortened; first those that a corpus keeps for probing."""
     if kind == "prose":
-        texts = list(embedded.docstrings())
+        texts = list(sources.docstrings())
     elif kind == "licences":
-        files = [file for name in embedded.DISTRIBUTIONS for file in files_of(name) or ()]
-        texts = [text_of(Path(str(f.locate()))) for f in files if embedded.LICENCE.match(f.name)]
+        files = [file for name in sources.DISTRIBUTIONS for file in files_of(name) or ()]
+        texts = [text_of(Path(str(f.locate()))) for f in files if sources.LICENCE.match(f.name)]
     else:
-        texts = [text_of(path) for path in embedded.files_with(*SUFFIXES[kind])]
-    texts = [text for text in set(texts) if len(text) >= embedded.MIN_CHARACTERS]
-    texts.sort(key=embedded.split_fraction)
+        texts = [text_of(path) for path in sources.files_with(*SUFFIXES[kind])]
+    texts = [text for text in set(texts) if len(text) >= sources.MIN_CHARACTERS]
+    texts.sort(key=sources.split_fraction)
     if kind == "python":
         texts = [code_only(text) for text in texts[: 4 * PIECES]]
     if kind == "c-headers":
         texts = [PREAMBLE.sub("", text) for text in texts]
-    return [text[:MAX_CHARACTERS] for text in texts if len(text) >= embedded.MIN_CHARACTERS]
+    return [text[:MAX_CHARACTERS] for text in texts if len(text) >= sources.MIN_CHARACTERS]
 
 
 def installed(name: str) -> dict[str, Any]:

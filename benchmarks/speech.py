@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkutils.study import embedded
+from sinkutils.study import sources
 
 TEXTS, LENGTH, RATE = 8, 60, 16_000
 
@@ -16,7 +16,7 @@ def sentences(tokenizer: Any) -> list[str]:
     """Plain sentences of the docstrings, joined until each has LENGTH tokens."""
     texts: list[str] = []
     words = ""
-    for text in sorted(set(embedded.docstrings()), key=embedded.split_fraction):
+    for text in sorted(set(sources.docstrings()), key=sources.split_fraction):
         sentence = " ".join(text.split("\n\n")[0].split())
         plain = sentence.replace(",", "").replace(".", "").replace(" ", "").isalpha()
         if not plain or len(sentence.split()) < 8:

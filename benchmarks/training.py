@@ -19,8 +19,7 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.study.step import usable_precision
-from sinkutils.study.task import next_token_loss
+from sinkutils.study.task import next_token_loss, usable_precision
 
 SHAPES = {
     64: (4, 64, 32),

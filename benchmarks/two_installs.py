@@ -20,12 +20,12 @@ from bench import ROOT, keep, parser
 TEN_MORE = "attrs requests click jinja2 scipy rich pytz docutils simplejson tabulate".split()
 HASHES = """
 import hashlib, json
-from sinkutils.study import corpus, embedded
-found = {"versions": embedded.text_versions()}
+from sinkutils.study import corpus, sources
+found = {"versions": corpus.text_versions()}
 for name, documents in corpus.EMBEDDED.items():
     digest, count, characters = hashlib.sha256(), 0, 0
     for text in documents():
-        digest.update(embedded.text_digest(text))
+        digest.update(sources.text_digest(text))
         count, characters = count + 1, characters + len(text)
     found[name] = {"documents": count, "characters": characters, "sha256": digest.hexdigest()}
 print(json.dumps(found))

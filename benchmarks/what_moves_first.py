@@ -22,7 +22,7 @@ from sinkutils.measuring.tally import lower_median
 from sinkutils.paths import cache_root
 from sinkutils.study import grid
 from sinkutils.study.corpus import load_corpus
-from sinkutils.study.step import reproducible
+from sinkutils.study.task import reproducible
 from sinkutils.study.train import Run, load_checkpoint, save_checkpoint
 
 STEPS = 3000

@@ -6,14 +6,11 @@ A module that loads PyTorch, which takes seconds, is imported inside the command
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,18 +120,18 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import launched
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.record import short_name
+    from sinkutils.study.sweep import PARENT
     from sinkutils.study.train import train
 
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:  # the process of a sweep
+        threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    change = dict(options.change)
+    asked = (options.experiment, options.preset, options.seed)
+    run = config(*asked, change=change, name=options.name)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    with reported() as outcome:  # to the sweep, if one started this process
-        change = dict(options.change)
-        asked = (options.experiment, options.preset, options.seed)
-        run = config(*asked, change=change, name=options.name)
-        device = find_device(options.device)
-        keep = options.keep_weights or keeps_weights(run)
-        record = train(run, device=device, keep_weights=keep, **where)
-        restarted = record.provenance.get("restarted")
-        outcome.update(status=record.status, reason=record.reason, restarted=restarted)
+    where["keep_weights"] = options.keep_weights or keeps_weights(run)
+    record = train(run, device=find_device(options.device), **where)
     rank, _ = launched()
     if rank > 0:  # the first of several processes says it
         return
@@ -147,40 +144,6 @@ def train_command(options: argparse.Namespace) -> None:
     if "sink_star" in final:
         line += f", Sink_* {final['sink_star']:.2f} %"
     print(f"{line}, validation loss {final['valid_loss']:.3f}")
-
-
-@contextlib.contextmanager
-def reported() -> Iterator[dict[str, Any]]:
-    """A context manager in which a run is trained, so that the sweep that started it learns the end.
-
-    The body puts "status", "reason" and "restarted" into the dict. An error in it is put there too.
-    At the end the dict is written, as JSON, to the file that the sweep has named. The process also
-    ends as soon as the sweep has. Where no sweep has started the process, nothing of this happens.
-    """
-    from sinkutils.study.record import RunLocked
-    from sinkutils.study.sweep import OUTCOME, PARENT
-
-    file = os.environ.pop(OUTCOME, None)
-    parent = os.environ.pop(PARENT, None)
-    outcome: dict[str, Any] = {"status": "crashed", "reason": "", "restarted": ""}
-    if file is None or parent is None:
-        yield outcome
-        return
-    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
-    try:
-        yield outcome
-    except RunLocked:
-        outcome["status"] = "locked"
-        raise
-    except KeyboardInterrupt:
-        outcome["reason"] = "stopped; run the same command again to go on"
-        raise
-    except Exception as error:
-        outcome["reason"] = " ".join(str(error).split()) or type(error).__name__
-        raise
-    finally:
-        with contextlib.suppress(OSError):  # the exit status then says that something is wrong
-            Path(file).write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def _end_with(parent: int) -> None:

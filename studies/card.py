@@ -180,7 +180,7 @@ def snapshots(config, steps: list[int], line: str) -> dict:
     from safetensors.torch import save_file
 
     from sinkutils.checks import device
-    from sinkutils.study.step import GraphedStep, reproducible
+    from sinkutils.study.task import GraphedStep, reproducible
     from sinkutils.study.train import Run
 
     began = time.time()

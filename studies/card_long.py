@@ -26,8 +26,13 @@ from safetensors.torch import save_file
 from sinkutils.checks import device as find_device
 from sinkutils.study import grid
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.step import GraphedStep, conditions_of, may_graph, reproducible
-from sinkutils.study.task import next_token_loss
+from sinkutils.study.task import (
+    GraphedStep,
+    conditions_of,
+    may_graph,
+    next_token_loss,
+    reproducible,
+)
 from sinkutils.study.train import Run, evaluated, save_run
 
 RUNS = Path("/tmp/card-long")

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from sinkutils.checks import device as find_device
 from sinkutils.study import grid
 from sinkutils.study.corpus import Corpus
-from sinkutils.study.step import GraphedStep, reproducible
+from sinkutils.study.task import GraphedStep, reproducible
 from sinkutils.study.train import Run
 
 preset, folder, *sizes = sys.argv[1:]

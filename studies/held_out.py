@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sinkutils.measuring.texts import PLACES, STANDARD_LIBRARY, docstrings_of, text_of
-from sinkutils.study import embedded
+from sinkutils.study import sources
 from sinkutils.study.corpus import load_corpus
 
 
@@ -19,11 +19,11 @@ def places() -> dict[Path, tuple[str, str]]:
     """For each installed file: its package, and its path in the package."""
     root = Path(sysconfig.get_path("stdlib"))
     known = {}
-    for name in embedded.DISTRIBUTIONS:
+    for name in sources.DISTRIBUTIONS:
         for file in metadata.files(name) or ():
             known[Path(str(file.locate()))] = name, file.as_posix()
     found = {}
-    for path in embedded.files_with(".py"):
+    for path in sources.files_with(".py"):
         found[path] = known.get(path) or (STANDARD_LIBRARY, path.relative_to(root).as_posix())
     return found
 
@@ -43,11 +43,11 @@ def rows() -> list[tuple[str, str, str, str]]:
     """package, file, docstrings and sha256 of each document of the probe split, in its order."""
     corpus = load_corpus("docstrings")
     wanted = list(map(corpus.decode, corpus.documents("probe")))
-    # The same walk as in embedded.docstrings, which remembers files.
+    # The same walk as in sources.docstrings, which remembers files.
     documents: dict[bytes, tuple[tuple[str, str], list[str]]] = {}
     for path, place in places().items():
         parts = docstrings_of(text_of(path))
-        digest = embedded.text_digest("\0".join(parts))
+        digest = sources.text_digest("\0".join(parts))
         if digest not in documents or place < documents[digest][0]:
             documents[digest] = place, parts
     seen: set[str] = set()
@@ -58,7 +58,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         document = "\n\n".join(new)
         if len(table) < len(wanted) and document == wanted[len(table)]:
             which = ranges([parts.index(part) for part in new])
-            table.append((*place, which, embedded.text_digest(document).hex()[:16]))
+            table.append((*place, which, sources.text_digest(document).hex()[:16]))
     assert len(table) == len(wanted), (len(table), len(wanted))
     return table
 

@@ -24,16 +24,16 @@ from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.corpus import Corpus
 from sinkutils.study.record import Folder, Record
-from sinkutils.study.step import (
+from sinkutils.study.store import Runs
+from sinkutils.study.task import (
     GraphedStep,
     conditions_of,
     make_optimizers,
     may_graph,
     reproducible,
     set_rate,
+    without,
 )
-from sinkutils.study.store import Runs
-from sinkutils.study.task import without
 from sinkutils.study.train import Run, evaluated, save_run
 
 

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from sinkutils import paths
 from sinkutils.checks import Refused, choice, fields, integer, require, short
-from sinkutils.ledger.quantities import COMPARED, QUANTITIES
+from sinkutils.ledger.quantities import QUANTITIES
 from sinkutils.ledger.readings import real_models
 from sinkutils.study.config import Json
 
@@ -170,7 +170,8 @@ def _of_runs(kind: str, line: Json) -> list[Check]:
     names = _listed(line[kind])
     if kind in OF_ONE_RUN:
         require("than" not in line, f"{kind} compares with nothing: {line}")
-        has_bar = quantity not in COMPARED or kind in ("fails", "trains")
+        judged = QUANTITIES[quantity]
+        has_bar = judged.excess or judged.bar is not None or kind in ("fails", "trains")
         require(has_bar, f"no bar says how much of {quantity} is {kind}: {line}")
         return [Check(kind, (name,), quantity) for name in names]
     if kind == "more" and "than" not in line:  # each run has more than the next

@@ -18,7 +18,7 @@ from scipy.special import ndtr, stdtrit
 
 from sinkutils.checks import choice
 from sinkutils.ledger.claims_file import REAL, Check, Claim
-from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
+from sinkutils.ledger.quantities import QUANTITIES, as_judged
 from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
 
@@ -255,8 +255,9 @@ def judge(check: Check, ours: Readings) -> CheckOutcome:
     if dead := _dead(check, ours):
         return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
-    measured_by_base = check.quantity in EXCESSES and check.runs != (base,)
-    if measured_by_base and ours.base().low <= BASE:
+    measured_by_base = QUANTITIES[check.quantity].excess and check.runs != (base,)
+    # Every excess is measured by that of the base, over all its seeds.
+    if measured_by_base and (ours.whole or ours).estimate(("base",), "excess").low <= BASE:
         return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
     if check.quantity == "onset":
         return _later(check, ours)
@@ -360,17 +361,17 @@ def _later(check: Check, ours: Readings) -> CheckOutcome:
 
 def _bar(check: Check, base: str) -> Bar:
     """The bar with which the level or difference of a check is compared."""
-    if check.runs == (base,) and check.quantity in EXCESSES:
-        return Bar(BASE)
-    if check.quantity in EXCESSES:
-        return Bar(SHARES[check.kind], (base, "excess"))
+    quantity = QUANTITIES[check.quantity]
+    if quantity.excess:
+        return Bar(BASE) if check.runs == (base,) else Bar(SHARES[check.kind], (base, "excess"))
     if len(check.runs) == 1:
-        bars = as_judged(BARS)
-        return Bar(bars[check.quantity])
+        assert quantity.bar is not None
+        (bar,) = as_judged({check.quantity: quantity.bar}).values()
+        return Bar(bar)
     if check.kind == "more":
         return ZERO
     share = SHARES[check.kind]
-    if check.quantity in RATIOS:
+    if quantity.ratio:
         return Bar(math.log(1 + share))
     _, other = check.runs
     return Bar(share, (other, check.quantity))
@@ -404,7 +405,8 @@ def _lacking(check: Check, ours: Readings) -> str:
     which shows neither a sink nor its absence.
     """
     needed = [(ours, name, check.quantity) for name in check.runs]
-    if check.quantity in EXCESSES:  # every excess is measured by that of the base, over all seeds
+    # Every excess is measured by that of the base, over all seeds.
+    if QUANTITIES[check.quantity].excess:
         needed.append((ours.whole or ours, "base", "excess"))
     state = ""
     for ours, name, quantity in needed:
@@ -434,7 +436,7 @@ def _dead(check: Check, ours: Readings) -> str:
     words = []
     for name in check.runs:
         dead = set()
-        for live in READS.get(check.quantity, ()):
+        for live in QUANTITIES[check.quantity].reads:
             for seed, share in ours.values(name, live).items():
                 if share == 0:  # no head of the block is live
                     dead.add(seed)

@@ -9,6 +9,7 @@ which is another kind of sink (`block_1`).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,84 +27,82 @@ ONSET = 2.9
 STUCK = 0.99
 GRADIENTS = 32  # the number of first positions, where attention reads, over which gradients compare
 
-# Quantities that are an excess. Their bar is a share of the base's excess.
-EXCESSES = (
-    "excess",  # of alpha_1
-    "excess_2",  # of alpha_2, the attention to the second token
-    "excess_3",
-    "excess_star",  # of the attention to a key of the model's own: a bias, sink token or sink logit
-    "learned",  # the excess minus that of the untrained model
-    "learned_star",
-    "late",  # the excess that is gained after the first tenth of the steps
-    "highest",  # the largest excess during the training
-    "visible",  # the excess over those queries that see x_1 in spite of a window
-    "block_1",  # of alpha_1 in block 1
-    "window_first",  # of the first key in a window; this and `without_bias` from data/trials.csv
-    "without_bias",  # of alpha_1 after the trained K biases have been removed
-)
-# Quantities with a bar of their own, above which a value counts. The bars of `hidden` and `element`
-# are the base's values before its first step, when h_1 is large because x_1 sees only itself. All
-# operations have the same bars.
-BARS = {
-    # `hidden` is the norm of h_1 divided by the mean norm of the other tokens. `element` is the
-    # largest element of h_1 divided by the median of all elements of the hidden states. Both are
-    # maxima over all blocks but the last.
-    "hidden": 3.44,
-    "element": 12.3,
-    "element_1": 12.3,  # `element` after block 1
-    "before_norm": 2.0,  # `hidden` before the norm of a post-norm block; 1 in the untrained model
+# The blocks whose attention a quantity reads, by the share of their heads that are live: in block 1,
+# and the smallest share in a later block. A loss, a norm or an element of a state needs no live head.
+FIRST, LATER = "live_1", "live_later"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """How a quantity is judged.
+
+    excess: whether it is an excess, whose bar is a share of the base's excess.
+    bar: otherwise, the number above which a value counts. None: it is only compared between runs.
+    ratio: whether it is a ratio, which is averaged and compared by its logarithm.
+    reads: which of FIRST and LATER it needs to be live.
+    like: if it has few settings, the quantity of the same kind from which its prior variance is
+        taken.
+    """
+
+    excess: bool = False
+    bar: float | None = None
+    ratio: bool = False
+    reads: tuple[str, ...] = ()
+    like: str = ""
+
+
+EXCESS = Quantity(excess=True, reads=(LATER,))
+QUANTITIES = {
+    "excess": EXCESS,  # of alpha_1
+    "excess_2": EXCESS,  # of alpha_2, the attention to the second token
+    "excess_3": EXCESS,
+    "excess_star": EXCESS,  # of the attention to a key of the model's own: bias, token or logit
+    "learned": EXCESS,  # the excess minus that of the untrained model
+    "learned_star": EXCESS,
+    "late": EXCESS,  # the excess that is gained after the first tenth of the steps
+    "highest": EXCESS,  # the largest excess during the training
+    "visible": EXCESS,  # the excess over those queries that see x_1 in spite of a window
+    "block_1": Quantity(excess=True, reads=(FIRST,)),  # of alpha_1 in block 1
+    # of the first key in a window; this and the next from data/trials.csv
+    "window_first": replace(EXCESS, like="excess"),
+    # of alpha_1 after the trained K biases have been removed
+    "without_bias": replace(EXCESS, like="excess"),
+    # The norm of h_1 divided by the mean norm of the other tokens, and the largest element of h_1
+    # divided by the median of all elements of the hidden states, as maxima over all blocks but the
+    # last. The bars are the base's values before its first step, when h_1 is large because x_1 sees
+    # only itself. All operations have the same bars.
+    "hidden": Quantity(bar=3.44, ratio=True),
+    "element": Quantity(bar=12.3, ratio=True),
+    "element_1": Quantity(bar=12.3, ratio=True),  # `element` after block 1
+    # `hidden` before the norm of a post-norm block; 1 in the untrained model
+    "before_norm": Quantity(bar=2.0, ratio=True),
     # the norm ratio of a sink token, divided by that of the untrained model (data/trials.csv)
-    "star_hidden": 2.0,
+    "star_hidden": Quantity(bar=2.0, ratio=True, like="hidden"),
     # the norm of k_1 (v_1) divided by the mean norm of the other tokens, in that block after the
     # first which has the largest alpha_1
-    "key": 1.0,
-    "value": 1.0,
-    "loss_without_bias": 0.0,  # the rise of the loss without the trained K biases (data/trials.csv)
-    "fall": 0.0,  # the fall of the training loss in a fine-tuning
-    "spike": 10.0,  # the largest gradient norm divided by the median, in a fine-tuning
-}
-# Quantities that are only compared between runs.
-COMPARED = (
+    "key": Quantity(bar=1.0, ratio=True, reads=(LATER,)),
+    "value": Quantity(bar=1.0, ratio=True, reads=(LATER,)),
+    # the rise of the loss without the trained K biases (data/trials.csv)
+    "loss_without_bias": Quantity(bar=0.0),
+    "fall": Quantity(bar=0.0),  # the fall of the training loss in a fine-tuning
+    # the largest gradient norm divided by the median, in a fine-tuning
+    "spike": Quantity(bar=10.0, ratio=True),
     # the share of the steps after which Sink_1 stays at ONSET or above, if it ever does
-    "onset",
-    "turn",  # the share of the steps after which the validation loss is smallest
-    "valid_loss",
-    "gap",  # the validation loss minus the training loss
-    "gathered",  # the gradient at x_1 divided by that at x_2 to x_32, as a median over the blocks
-    "end",  # the training loss at the end of a fine-tuning
-    "gradient",  # the median gradient norm of a fine-tuning
-    "sink_1",  # the paper's metric over all blocks, in percent
-)
-# Ratios, which are averaged and compared by their logarithms.
-RATIOS = (
-    "hidden",
-    "element",
-    "element_1",
-    "before_norm",
-    "star_hidden",
-    "key",
-    "value",
-    "gathered",
-    "end",
-    "gradient",
-    "spike",
-)
-# Quantities of one or two settings take their prior variance from the one they are measured like.
-BORROWS = {"without_bias": "excess", "window_first": "excess", "star_hidden": "hidden"}
-QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
-
-# The blocks whose attention a quantity reads, by the share of their heads that are live: `live_1`
-# is the share in block 1, and `live_later` the smallest share in a later block. A loss, a norm or
-# an element of a state needs no live head.
-READS: dict[str, tuple[str, ...]] = dict.fromkeys(EXCESSES, ("live_later",))
-READS |= dict.fromkeys(("key", "value"), ("live_later",))
-READS |= dict.fromkeys(("onset", "gathered"), ("live_1", "live_later"))
-READS["block_1"] = ("live_1",)
+    "onset": Quantity(reads=(FIRST, LATER)),
+    "turn": Quantity(),  # the share of the steps after which the validation loss is smallest
+    "valid_loss": Quantity(),
+    "gap": Quantity(),  # the validation loss minus the training loss
+    # the gradient at x_1 divided by that at x_2 to x_32, as a median over the blocks
+    "gathered": Quantity(ratio=True, reads=(FIRST, LATER)),
+    "end": Quantity(ratio=True),  # the training loss at the end of a fine-tuning
+    "gradient": Quantity(ratio=True),  # the median gradient norm of a fine-tuning
+    "sink_1": Quantity(),  # the paper's metric over all blocks, in percent
+}
 
 
 def quantities(record: Record) -> Numbers | None:
     """All quantities of a record (`of_run`)."""
-    return of_run(record.config, {**record.metrics}, record.read_arrays().get("curve"))
+    return of_run(record.config, record.metrics, record.alphas.get("curve"))
 
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:
@@ -159,7 +158,7 @@ def as_judged(numbers: Numbers) -> Numbers:
     """The numbers with ratios as logarithms, and without those that are not finite."""
     kept = {}
     for name, value in numbers.items():
-        if name in RATIOS:
+        if name in QUANTITIES and QUANTITIES[name].ratio:
             value = math.log(value) if value > 0 else math.nan
         if math.isfinite(value):
             kept[name] = float(value)
@@ -179,8 +178,8 @@ def _of_report(report: Json, window: int | None) -> Numbers:
             numbers[name] = _later(values)
     numbers["excess"] = numbers.pop("excess_1")
     numbers["block_1"] = found["excess_1"][0]
-    numbers["live_1"] = found["live"][0]
-    numbers["live_later"] = found["live"][1:].min(initial=1)
+    numbers[FIRST] = found["live"][0]
+    numbers[LATER] = found["live"][1:].min(initial=1)
     seen = min(window or length, length)  # the number of queries that see x_1
     if seen > 1:
         alpha = np.mean(report["alpha"][0], axis=1)  # (L,), alpha_1

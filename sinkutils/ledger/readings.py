@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils import paths
-from sinkutils.ledger.quantities import BORROWS, Numbers, as_judged, quantities
+from sinkutils.ledger.quantities import QUANTITIES, Numbers, as_judged, quantities
 from sinkutils.ledger.statistics import LEAST_SETTINGS, Estimate, Prior, fit_prior, moderated, welch
 from sinkutils.study.grid import by_name, find_preset, resolve
 from sinkutils.study.record import Folder
@@ -130,10 +130,6 @@ class Readings:
         """The variance of a quantity that all experiments have in common (`fit_prior`)."""
         return _prior(self.whole or self, quantity)
 
-    def base(self) -> Estimate:
-        """The excess of the base over all its seeds, by which every excess is measured."""
-        return (self.whole or self).estimate(("base",), "excess")
-
 
 @lru_cache(maxsize=256)
 def _prior(ours: Readings, quantity: str) -> Prior:
@@ -145,7 +141,7 @@ def _prior(ours: Readings, quantity: str) -> Prior:
         return [values for values in lists if len(values) > 1]
 
     if len(samples(quantity)) < LEAST_SETTINGS:
-        quantity = BORROWS.get(quantity, quantity)
+        quantity = QUANTITIES[quantity].like or quantity
     return fit_prior(samples(quantity))
 
 

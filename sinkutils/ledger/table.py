@@ -12,7 +12,7 @@ import pandas as pd
 from sinkutils.checks import require
 from sinkutils.ledger.claims_file import REAL, Claim, read_claims, read_own
 from sinkutils.ledger.judge import FAILS, HOLDS, MISSING, OPEN, Judged, judge_claims, why_open
-from sinkutils.ledger.quantities import RATIOS
+from sinkutils.ledger.quantities import QUANTITIES
 from sinkutils.ledger.readings import Readings, readings
 from sinkutils.study.record import Folder
 
@@ -180,7 +180,7 @@ def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, st
             continue
         estimate = ours.estimate((run,), quantity)
         numbers = np.array([estimate.mean, estimate.low, estimate.high])
-        if quantity in RATIOS:
+        if QUANTITIES[quantity].ratio:
             numbers = np.exp(numbers)
         mean, low, high = numbers
         levels.append(f"{run} {mean:.3g}")

@@ -17,8 +17,9 @@ import shutil
 import tarfile
 import warnings
 from bisect import bisect
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ from sinkutils.measuring.texts import (
     train_tokenizer,
 )
 from sinkutils.paths import cache_root, written_whole
-from sinkutils.study import embedded, external
+from sinkutils.study import sources
 from sinkutils.study.config import Identity, public_name
-from sinkutils.study.embedded import split_fraction, text_digest
+from sinkutils.study.sources import split_fraction, text_digest
 
 # The share of the documents that the probe split gets, and again the valid split. The hash of its
 # text decides where a document goes.
@@ -56,6 +57,7 @@ SPLITS = ("train", "valid", "probe")
 # The files of a packed corpus, and the most bytes that each may have. The paper's text has 10 GB.
 PACKED = {"meta.json": 10**6, "tokenizer.json": 10**8}
 PACKED |= dict.fromkeys((f"{split}.bin" for split in SPLITS), 4 * 10**10)
+PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 Meta = dict[str, Any]  # the contents of a folder's meta.json
 
@@ -106,9 +108,9 @@ class Corpus:
 
 
 EMBEDDED = {
-    "docstrings": embedded.docstrings,
-    "sources": embedded.sources,
-    "embedded": embedded.everything,
+    "docstrings": sources.docstrings,
+    "sources": sources.python,
+    "embedded": sources.everything,
 }
 # The names that load_corpus accepts. A part in < > has to be filled in.
 CORPORA = (
@@ -159,9 +161,9 @@ def load_corpus(
     vocab_size = integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if max_tokens is not None:
         max_tokens = integer("max_tokens", max_tokens, least=1)
-    if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
-        tokenizer = external.NEOX_TOKENIZER
-        max_tokens = max_tokens or external.PILE_TOKENS
+    if name == "pile" and tokenizer is None and vocab_size == sources.NEOX_PADDED:
+        tokenizer = sources.NEOX_TOKENIZER
+        max_tokens = max_tokens or sources.PILE_TOKENS
     name = located(name)
     documents, version = _source(name)
     if version == STREAMED:
@@ -184,25 +186,25 @@ def load_corpus(
         if name.startswith("packed:"):
             unpack(Path(name.removeprefix("packed:")), new)
         else:
-            _tokenise(new, name, documents, vocab_size, tokenizer, max_tokens)
+            _tokenise(new, name, documents(), vocab_size, tokenizer, max_tokens)
     return Corpus(folder)
 
 
-def _source(name: str) -> tuple[Iterator[str], object]:
-    """The documents of a corpus, and the version of their source (such as versions of packages).
+def _source(name: str) -> tuple[Callable[[], Iterator[str]], object]:
+    """What reads the documents of a corpus, and their version (such as versions of packages).
 
     Raises ValueError for an unknown name, with the list of known ones.
     """
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
-        return EMBEDDED[name](), [platform.python_version(), embedded.text_versions()]
-    if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
-        return external.pile(rest), STREAMED
+        return EMBEDDED[name], [platform.python_version(), text_versions()]
+    if name == "pile" or (kind == "pile" and rest in sources.PILE_WEIGHTS):
+        return partial(sources.pile, rest), STREAMED
     if kind == "hub" and rest:
         parts = rest.split("/")  # owner, name, and a config whose name may contain slashes
         dataset = "/".join(parts[:2])
         config = "/".join(parts[2:]) or None
-        return external.hub(dataset, config), STREAMED
+        return partial(sources.hub, dataset, config), STREAMED
     if kind in ("path", "packed") and rest:
         files = [Path(rest)]
         if kind == "path":
@@ -211,11 +213,20 @@ def _source(name: str) -> tuple[Iterator[str], object]:
         for file in files:
             stat = file.stat()
             version.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
-        return external.local(files), ["line ends are LF", version]
+        return partial(sources.local, files), ["line ends are LF", version]
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
     if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
     raise Refused(message)
+
+
+def text_versions() -> dict[str, str | None]:
+    """The version of each distribution whose text is embedded, or None if it is not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(sources.DISTRIBUTIONS)
+    for name in versions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _tokenise(
@@ -406,27 +417,21 @@ def unpack(file: Path, folder: Path) -> None:
     try:
         with tarfile.open(file) as tar:
             for member in tar:
-                _unpack_member(tar, member, folder)
+                name = member.name.removeprefix("./")
+                if name == "." and member.isdir():  # the folder itself
+                    continue
+                require(name in PACKED, f"{short(member.name)} is none of {', '.join(PACKED)}")
+                source = tar.extractfile(member) if member.type in PLAIN else None
+                if source is None:
+                    raise Refused(f"{name} is no plain file")
+                most = PACKED[name]
+                size = f"{name} has {member.size:,} bytes, and at most {most:,} are unpacked"
+                require(member.size <= most, size)
+                require(not (folder / name).exists(), f"{name} is there twice")
+                with (folder / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
         raise Refused(
             f"{file} is not a complete file of pack_corpus: {first_line(error)}"
         ) from error
-
-
-def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    name = member.name.removeprefix("./")
-    if name == "." and member.isdir():  # the folder itself
-        return
-    require(name in PACKED, f"{short(member.name)} is none of {', '.join(PACKED)}")
-    plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
-    source = tar.extractfile(member) if plain else None
-    if source is None:
-        raise Refused(f"{name} is no plain file")
-    require(
-        member.size <= PACKED[name],
-        f"{name} has {member.size:,} bytes, and at most {PACKED[name]:,} are unpacked",
-    )
-    require(not (folder / name).exists(), f"{name} is there twice")
-    with (folder / name).open("wb") as target:
-        shutil.copyfileobj(source, target)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from sinkutils.checks import Refused
 from sinkutils.measuring.texts import docstring_matches, encode, special_ids
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study import embedded, external
+from sinkutils.study import sources
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.corpus import Corpus
 from sinkutils.study.record import WEIGHTS, Record
@@ -139,13 +139,13 @@ def conversations(name: str) -> Iterator[Conversation]:
     """
     kind, _, file = name.partition(":")
     if name == "docstrings":
-        for source in embedded.sources():
+        for source in sources.python():
             yield from conversations_of(source)
         return
     if name == "ultrachat":
-        rows = external.hub_rows(*ULTRACHAT)
+        rows = sources.hub_rows(*ULTRACHAT)
     elif kind == "path" and file:
-        rows = external.hub_rows("json", data_files=os.path.expanduser(file))
+        rows = sources.hub_rows("json", data_files=os.path.expanduser(file))
     else:
         raise Refused(
             f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>"

@@ -184,7 +184,7 @@ def run_row(record: Record) -> Json:
     final = record.metrics["final"]
     row = {name: final.get(name) for name in FINAL}
     if "report" in final:
-        found = by_block(final["report"], _window(record))
+        found = by_block(final["report"], record.config["model"]["attention"]["window"])
         first, *later = found["excess_1"]
         row["block_1"] = first
         row["later_blocks"] = np.mean(later) if later else None
@@ -207,7 +207,7 @@ def block_rows(record: Record) -> list[Json]:
     report = record.metrics["final"].get("report")
     if not report:
         return []
-    columns = by_block(report, _window(record))
+    columns = by_block(report, record.config["model"]["attention"]["window"])
     columns.pop("before_norm_ratio", None)  # only post-norm has it, and only the ledger reads it
     rows = []
     for block, values in enumerate(zip(*columns.values(), strict=True), start=1):
@@ -221,7 +221,9 @@ def head_rows(record: Record) -> list[Json]:
         return []
     alpha = np.array(report["alpha"][0])  # (L, H), alpha_1
     star = report.get("alpha_star")
-    excesses = excess(alpha, uniform_alpha(report["T"], 1, _window(record)))
+    excesses = excess(
+        alpha, uniform_alpha(report["T"], 1, record.config["model"]["attention"]["window"])
+    )
     rows = []
     for block, head in np.ndindex(alpha.shape):
         row = {"block": block + 1, "head": head + 1, "alpha_1": alpha[block, head]}
@@ -243,11 +245,6 @@ def curve_rows(record: Record) -> list[Json]:
                 row[name] = value
         rows.append(row)
     return rows
-
-
-def _window(record: Record) -> int | None:
-    window: int | None = record.config["model"]["attention"]["window"]
-    return window
 
 
 def _rows(preset: str, folder: Folder, of: Of, *statuses: str) -> list[Json]:

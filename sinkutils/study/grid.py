@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sinkutils.checks import Refused, choice, instance, real, require, short
 from sinkutils.model.config import LMConfig
@@ -87,6 +87,9 @@ class Preset:
     compile: bool = False
     keeps_weights: bool = False
     leaves_out: tuple[str, ...] = ()
+
+
+Changed = TypeVar("Changed", RunConfig, Preset)  # what `_override` changes
 
 
 @cache
@@ -250,20 +253,14 @@ def own_preset(source: str | Path | Json) -> Preset:
     check_name("preset", name)
     require(name not in presets(), f"{name!r} is a preset of the study: give yours another name")
     like = find_preset(values.get("like", "laptop"))
-    plain: Json = {}
     change: Json = {}
-    for field_name, value in values.items():
-        if field_name in ("model", "data", "train"):
-            require(isinstance(value, dict), f"{field_name} of a preset must be fields and values")
-            change |= {f"{field_name}.{inner}": number for inner, number in value.items()}
-        elif field_name not in ("name", "like"):
-            plain[field_name] = value
-    known = [one.name for one in dataclasses.fields(Preset)]
-    for field_name in plain:
-        check_field(field_name, known)
-    run = _override(RunConfig("base", name, 0, like.model, like.data, like.train), change, like)
-    plain |= {"name": name, "model": run.model, "data": run.data, "train": run.train}
-    made = dataclasses.replace(like, **plain)
+    for part, value in values.items():
+        if part in ("model", "data", "train"):
+            require(isinstance(value, dict), f"{part} of a preset must be fields and values")
+            change |= {f"{part}.{inner}": number for inner, number in value.items()}
+        elif part not in ("name", "like"):
+            change[part] = value
+    made = _override(dataclasses.replace(like, name=name), change, like)
     experiment(made.base)
     choice("device", made.device, ("cpu", "cuda", "mps"))
     real("four_epochs", made.four_epochs, "a number greater than 0", more=True)
@@ -433,8 +430,8 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
     return _override(run, row.change, scale)
 
 
-def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
-    """The run with the fields at dotted paths replaced. It is checked once, after all changes.
+def _override(run: Changed, change: Json, scale: Preset) -> Changed:
+    """The run or preset with the fields at dotted paths replaced. It is checked after all changes.
 
     Raises ValueError for a path that leads to no field, with similar ones.
     """
@@ -447,7 +444,7 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
         for part in parts:
             inner = inner[part]
         inner[name] = _scaled(value, inner[name], run.model, scale)
-    whole: RunConfig = from_dict(type(run), values)
+    whole: Changed = from_dict(type(run), values)
     return whole
 
 
@@ -461,7 +458,7 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
     """
     if isinstance(old, float) and type(value) is int:
         return float(value)
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or isinstance(old, dict):  # a dict only in a preset's `tuning`
         return value
     require("times" in value and value.keys() <= {"times", "of"}, f"no such multiple: {value}")
     of = value.get("of")
@@ -470,24 +467,21 @@ def _scaled(value: Any, old: Any, base: LMConfig, scale: Preset) -> Any:
         share = float(Fraction(value["times"]))
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise Refused(f"no such multiple: {value}") from error
-    reference: Any  # an int or a float, like the field itself
-    if of == "context":
-        reference = context
-    elif of == "head_dim":
-        reference = base.head_dim
-    # The tokens of a step. Divided by a context length, they give the batch size with which a step
-    # has as many tokens as in the base.
-    elif of == "step_tokens":
-        reference = old * context
-    elif of == "four_epochs":
-        reference = scale.four_epochs
-    elif of == "minus_log_context":
-        reference = -math.log(context)
-    elif of is None:
-        reference = old
-    else:
-        raise Refused(f"a change cannot be a multiple of {of!r}")
-    require(isinstance(reference, int | float), f"there is no number to take {value} of")
+    number = old if isinstance(old, int | float) else None
+    references = {
+        None: number,
+        "context": context,
+        "head_dim": base.head_dim,
+        # The tokens of a step. Divided by a context length, they give the batch size with which a
+        # step has as many tokens as in the base.
+        "step_tokens": number and number * context,
+        "four_epochs": scale.four_epochs,
+        "minus_log_context": -math.log(context),
+    }
+    require(of in [*references], f"a change cannot be a multiple of {of!r}")
+    reference = references[of]
+    if reference is None:
+        raise Refused(f"there is no number to take {value} of")
     # A count is a whole number of at least 1.
     result = share * reference
     if isinstance(reference, int):

@@ -37,18 +37,13 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinkutils import paths
 from sinkutils.checks import Refused, first_line, real, require
-from sinkutils.study.config import (
-    Json,
-    from_dict,
-    upgrade,
-)
+from sinkutils.study.config import Json, from_dict, upgrade
 
 if TYPE_CHECKING:  # a list of records needs none of these
     import numpy as np
@@ -90,15 +85,20 @@ class RunLocked(RuntimeError):
 
 @dataclass(frozen=True)
 class Record:
-    """The record of one finished run. Each file is checked when it is read.
+    """The record of one finished run, which was checked when it was read, but for its weights.
 
     config: the run's config, with the fields that configs have today (`study.config.upgrade`).
+    metrics, provenance: the contents of metrics.json and of provenance.json.
+    alphas: the arrays of alpha.safetensors in NumPy. Empty if there is no such file.
     digests: the SHA-256 of each file, by its name.
     stale: why the run of its name has another config today, or "".
     """
 
     folder: Path
     config: Json
+    metrics: Json = field(repr=False)
+    provenance: Json = field(repr=False)
+    alphas: dict[str, np.ndarray] = field(repr=False, compare=False)
     digests: dict[str, str] = field(repr=False)
     stale: str = ""
 
@@ -120,38 +120,23 @@ class Record:
         """Why the status is not "done", or None."""
         return self.stale or self.metrics["reason"]
 
-    @cached_property
-    def metrics(self) -> Json:
-        """The contents of metrics.json. Raises `CorruptRecord` if they are of no run."""
-        metrics: Json = _read_json(self.folder, "metrics.json", self.digests)
-        with _explained(self.folder, "metrics.json"):
-            check_metrics(metrics, self.config["model"])
-        return metrics
-
-    @cached_property
-    def provenance(self) -> Json:
-        """The contents of provenance.json."""
-        provenance: Json = _read_json(self.folder, "provenance.json", self.digests)
-        with _explained(self.folder, "provenance.json"):
-            real("wall_seconds", provenance.get("wall_seconds", 0.0), "a number of seconds")
-        return provenance
-
     @property
     def arrays(self) -> dict[str, Tensor]:
         """The arrays in alpha.safetensors, mainly "curve". Empty if there is no such file."""
         import torch
 
-        return {name: torch.from_numpy(array) for name, array in self.read_arrays().items()}
+        return {name: torch.from_numpy(array) for name, array in self.alphas.items()}
 
     def read_arrays(self) -> dict[str, np.ndarray]:
         """The same as arrays of NumPy, for which PyTorch is not needed."""
-        if ATTENTION not in self.digests:
-            return {}
-        from safetensors.numpy import load
+        return self.alphas
 
-        with _explained(self.folder, ATTENTION):
-            arrays: dict[str, np.ndarray] = load(_intact(self.folder, ATTENTION, self.digests))
-            return arrays
+    def check(self) -> None:
+        """Check once more that all files but the weights are as they were written.
+
+        Raises `CorruptRecord` for the first that is not.
+        """
+        read_record(self.folder)
 
     @property
     def weights(self) -> Path | None:
@@ -195,31 +180,6 @@ class Record:
             model.load_state_dict(weights)
         return model.eval()
 
-    def check(self) -> None:
-        """Check that all files but the weights are as they were written, and of such a run.
-
-        Raises `CorruptRecord` for the first that is not.
-        """
-        if TOKENIZER in self.digests:
-            _intact(self.folder, TOKENIZER, self.digests)
-        _ = self.metrics, self.provenance
-        curve = self.read_arrays().get("curve")
-        with _explained(self.folder, ATTENTION):
-            maps = (self.config["model"]["num_layers"], self.config["model"]["num_heads"])
-            fits = curve is None or (
-                curve.ndim == 4
-                and curve.dtype.kind == "f"
-                and len(curve) == len(self.metrics["curve"])
-                and curve.shape[2:] == maps
-                and bool((abs(curve) < 2).all())  # also not true of NaN
-            )
-            require(fits, "its curve is no alpha of such a model")
-            report = self.metrics["final"].get("report")
-            if curve is not None and report:  # both hold alpha of x_1 at the end
-                last = report["alpha"][report["targets"].index(1)]
-                same = bool((abs(curve[-1, 0] - last) < 1e-3).all())
-                require(same, "its curve ends with another alpha than metrics.json")
-
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
     """The folder for the record of one run of the study."""
@@ -260,19 +220,29 @@ def versions() -> Json:
 
 
 def read_record(target: Path) -> Record:
-    """Open a record and check all of it but the weights. Raises `CorruptRecord`."""
-    record = open_record(target)
-    record.check()
-    return record
+    """Read a record and check that all of it but the weights is as it was written, and of such a run.
 
+    Raises `CorruptRecord`, which names the first file that is not.
+    """
+    from safetensors.numpy import load
 
-def open_record(target: Path) -> Record:
-    """Open a record. Only its config is read and checked now, the other files on first access."""
     digests = _digests(target)
-    config = _read_json(target, "config.json", digests)
+    if TOKENIZER in digests:
+        _intact(target, TOKENIZER, digests)
+    config, metrics, provenance = (_read_json(target, name, digests) for name in JSONS)
     with _explained(target, "config.json"):
         config = upgrade(config)
-    return Record(target, config, digests)
+    with _explained(target, "metrics.json"):
+        check_metrics(metrics, config["model"])
+    with _explained(target, "provenance.json"):
+        real("wall_seconds", provenance.get("wall_seconds", 0.0), "a number of seconds")
+    alphas: dict[str, np.ndarray] = {}
+    with _explained(target, ATTENTION):
+        if ATTENTION in digests:
+            alphas = load(_intact(target, ATTENTION, digests))
+        if "curve" in alphas:
+            _check_curve(alphas["curve"], metrics, config["model"])
+    return Record(target, config, metrics, provenance, alphas, digests)
 
 
 def _digests(target: Path) -> dict[str, str]:
@@ -417,6 +387,23 @@ def _check_points(points: list[Any], blocks: int) -> None:
         if name.startswith("sink_"):
             low, high = min(column), max(column)
             require(low >= 0 and high <= 100, f"{name} of {low:g} to {high:g} is no share")
+
+
+def _check_curve(curve: np.ndarray, metrics: Json, model: Json) -> None:
+    """Alpha along the curve, which ends with that of the report."""
+    fits = (
+        curve.ndim == 4
+        and curve.dtype.kind == "f"
+        and len(curve) == len(metrics["curve"])
+        and curve.shape[2:] == (model["num_layers"], model["num_heads"])
+        and bool((abs(curve) < 2).all())  # also not true of NaN
+    )
+    require(fits, "its curve is no alpha of such a model")
+    report = metrics["final"].get("report")
+    if report:  # both hold alpha of x_1 at the end
+        last = report["alpha"][report["targets"].index(1)]
+        same = bool((abs(curve[-1, 0] - last) < 1e-3).all())
+        require(same, "its curve ends with another alpha than metrics.json")
 
 
 def _check_report(report: Any, model: Json) -> None:

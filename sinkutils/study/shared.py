@@ -26,8 +26,7 @@ from sinkutils.checks import launched, require
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
 from sinkutils.study.corpus import Corpus
 from sinkutils.study.record import Folder, Record
-from sinkutils.study.step import conditions_of, reproducible
-from sinkutils.study.task import claim
+from sinkutils.study.task import claim, conditions_of, reproducible
 from sinkutils.study.train import Run, load_checkpoint, save_run, to_its_end
 
 PATIENCE = timedelta(days=1)  # the others wait so long while the main process makes a text

@@ -47,7 +47,6 @@ from sinkutils.study.record import (
     Folder,
     Record,
     RunLocked,
-    open_record,
     read_record,
     record_folder,
     rounded,
@@ -352,11 +351,8 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
     corpus: None means any text with the name in the config.
     """
     # A record's config is that of its run, with the corpus as one more entry.
-    values = dict(record.config)
-    text = values.pop("corpus")
-    if corpus is None:
-        corpus = {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
-    return text == corpus and values == config_dict(run)
+    text = corpus or {"name": public_name(run.data.corpus)}
+    return not any(_different(config_dict(run) | {"corpus": text}, record.config))
 
 
 def _read(folder: Path) -> Record | None:
@@ -431,7 +427,7 @@ def write_record(
             finish_replacement(target)
         raise not_saved(f"record {short_name(target)}", error) from error
     _clear_away(old, target)  # the new record is in place, so that nothing can fail any more
-    return open_record(target)
+    return read_record(target)
 
 
 def _beside(target: Path) -> tuple[Path, Path]:

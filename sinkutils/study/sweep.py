@@ -15,7 +15,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from sinkutils import paths
+from sinkutils.__main__ import LOCKED
 from sinkutils.checks import device as find_device
 from sinkutils.checks import first_line, integer, real
 from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
@@ -41,10 +41,8 @@ from sinkutils.study.task import before
 POLL_SECONDS = 0.2  # between two looks at the runs that other processes are training
 STOP_SECONDS = 10.0  # the time that a worker has to end after the signal TERM
 LEAST_ROOM = 2**16  # with less space on the disk (in bytes), a worker may lack its last words
-# The environment variables that a sweep sets for its workers: its process id, and the file in
-# which a worker says how its run ended (`study_commands.reported`).
+# The environment variable that tells a worker the process id of its sweep (`study_commands`).
 PARENT = "SINKUTILS_PARENT"
-OUTCOME = "SINKUTILS_OUTCOME"
 
 
 @dataclass(frozen=True)
@@ -106,18 +104,14 @@ class Workers:
         for place in free:
             self.free.put(place)
 
-    def run(self, arguments: Sequence[str], log: Path, file: Path) -> int:
-        """Run `sinkutils train` to its end and return its exit status.
-
-        log: the file for its output. file: the file in which it says how the run ended.
-        """
+    def run(self, arguments: Sequence[str], log: Path) -> int:
+        """Run `sinkutils train` to its end, with its output in `log`. Returns its exit status."""
         place = self.free.get()
         device, visible = place
         command = [sys.executable, "-m", "sinkutils", "train", *arguments, "--device", device]
         # Each worker has one thread. This makes several workers faster and changes no number.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        told = {PARENT: str(os.getpid()), OUTCOME: str(file)}
-        environment = {**os.environ, **threads, **told, **visible}
+        environment = {**os.environ, **threads, PARENT: str(os.getpid()), **visible}
         environment.pop("RANK", None)  # a launcher's, if it started the sweep (`checks.launched`)
         try:
             with self.lock, log.open("ab") as output:
@@ -215,30 +209,38 @@ class Batch:
         if record is not None:  # there was none when the sweep began
             return RunOutcome(run.experiment, run.seed, record.status, "by another process")
         log = self.logs / f"{run.experiment}-{run.seed}.log"
+        arguments = (self.of or run.experiment, "--seed", str(run.seed), *self.options)
         try:
-            with tempfile.TemporaryDirectory() as scratch:
-                file = Path(scratch, "outcome.json")
-                arguments = (self.of or run.experiment, "--seed", str(run.seed), *self.options)
-                status = workers.run(arguments, log, file)
-                told = json.loads(file.read_bytes()) if file.exists() else _unsaid(status, log)
+            said = log.stat().st_size if log.exists() else 0
+            status = workers.run(arguments, log)
+            if status == LOCKED:  # another process was faster
+                return None
+            record = run_folder.record() if status == 0 else None
+            if record is not None:
+                detail = record.reason or record.provenance.get("restarted") or ""
+                return RunOutcome(run.experiment, run.seed, record.status, detail)
+            reason = _reason(status, log, said)
         except Exception as error:  # such as a full disk; the other runs go on
-            told = {"status": "crashed", "reason": first_line(error)}
-        if told["status"] == "locked":  # another process was faster
-            return None
-        detail = told["reason"] or told.get("restarted") or ""
-        if told["status"] == "crashed":
-            detail += f"; see {log.parent.name}/{log.name}"
-        return RunOutcome(run.experiment, run.seed, told["status"], detail)
+            reason = first_line(error)
+        detail = f"{reason}; see {log.parent.name}/{log.name}"
+        return RunOutcome(run.experiment, run.seed, "crashed", detail)
 
 
-def _unsaid(status: int, log: Path) -> Json:
-    """The outcome of a worker that ended with this exit status and could not say how."""
-    reason = f"exit status {status}"
+def _reason(status: int, log: Path, said: int) -> str:
+    """Why a worker ended with this exit status, by what it wrote to its log after `said` bytes.
+
+    That is its last line. If there is a traceback, it is the first line below it.
+    """
     if status < 0:
-        reason = f"it was killed by {signal.Signals(-status).name}"
-    elif shutil.disk_usage(log.parent).free < LEAST_ROOM:
-        reason = "the disk is full: free some space and run the same command again"
-    return {"status": "crashed", "reason": reason}
+        return f"it was killed by {signal.Signals(-status).name}"
+    text = log.read_bytes()[said:].decode("utf-8", "replace")
+    _, traceback, below = text.rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in below.splitlines() if line[:1].strip()]  # those without indentation
+    if lines:
+        return lines[0 if traceback else -1].removeprefix("sinkutils: ")
+    if shutil.disk_usage(log.parent).free < LEAST_ROOM:
+        return "the disk is full: free some space and run the same command again"
+    return f"exit status {status}"
 
 
 def _locked(run_folder: RunFolder, store: Runs) -> bool:

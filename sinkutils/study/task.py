@@ -1,4 +1,4 @@
-"""What a run learns: rows of tokens in a fixed order, and the loss on them.
+"""What a run learns, and how a machine takes its steps: rows of tokens, loss, optimisers, precision.
 
 In a pre-training the rows are documents that are packed into chunks (Section 2, Fig. 1 right). The
 interventions of Section 5 on the text are parameters.
@@ -6,23 +6,33 @@ interventions of Section 5 on the text are parameters.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
 from sinkutils.checks import require
 from sinkutils.measuring.texts import fix_position
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study import grid
-from sinkutils.study.config import DataConfig, FinetuneConfig, Json, RunConfig, public_name
+from sinkutils.study.config import (
+    DataConfig,
+    FinetuneConfig,
+    Json,
+    RunConfig,
+    TrainConfig,
+    public_name,
+)
 from sinkutils.study.corpus import Corpus, load_corpus
 from sinkutils.study.record import Folder, Record
 from sinkutils.study.store import RunFolder, Runs
@@ -34,6 +44,10 @@ ON_DEVICE = 2**30
 # Each seed has several streams of random numbers: for the order of the rows, for redrawn tokens and
 # for the places of x_fix. To change a stream's number would change the records.
 ORDER, REDRAWN, PLACES = 1, 5, 6
+# The number of ordinary steps before the recording. They allocate the optimiser's state and the
+# workspaces of the libraries.
+WARM_UP = 3
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Batches:
@@ -106,10 +120,6 @@ class Chunks(Batches):
             f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
             "a smaller context_length",
         )
-        last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
-        require(
-            last <= context_length, f"position {last} is beyond context_length={context_length}"
-        )
         # The draw is made once for each chunk, as in the authors' data on disk: in a later epoch a
         # chunk has the same random tokens again.
         size = (self.length, len(data.random_positions))
@@ -165,9 +175,7 @@ class CrossEntropy(torch.autograd.Function):
         return gradient.to(logits.dtype), None  # the targets have no gradient
 
 
-def next_token_loss(
-    model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()
-) -> Tensor:
+def next_token_loss(model: nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()) -> Tensor:
     """The mean next-token cross-entropy of chunks (B, C + 1), in nats.
 
     The model sees the tokens at the 1-based positions `unscored`, but the predictions that it makes
@@ -237,6 +245,182 @@ def validation_corpus(config: RunConfig, corpus: Corpus) -> Corpus:
         return corpus
     tokenizer = str(corpus.folder / "tokenizer.json")
     return load_corpus(data.validation, config.model.vocab_size, tokenizer=tokenizer)
+
+
+# ---- how a step runs on a machine
+
+
+def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[Optimizer]:
+    """The optimisers for a config. There is one, except that muon needs AdamW for the rest."""
+    rate = train.learning_rate
+    decay = train.weight_decay
+    if train.optimizer == "sgd":
+        return [SGD(named.values(), rate, momentum=train.beta1, weight_decay=decay)]
+    # Muon is for the linear maps. Embeddings and gains are none, nor are biases, which are matrices
+    # only because they have a row for each head. Muon updates q, k and v as the single matrix that
+    # they are here, and gate and up as well; other implementations split them first.
+    linear = list[nn.Parameter]()
+    others = list[nn.Parameter]()
+    for name, parameter in named.items():
+        in_block = name.startswith("blocks.") and name.endswith(".weight")
+        maps = train.optimizer == "muon" and in_block and parameter.ndim == 2
+        (linear if maps else others).append(parameter)
+    # AdamW gets the parameters that Muon does not take, or all of them.
+    betas = (train.beta1, train.beta2)
+    adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
+    if not linear:
+        return [adamw]
+    from torch.optim import Muon  # since torch 2.9
+
+    # With match_rms_adamw an update has the size of AdamW's, so that both optimisers can share one
+    # learning rate and one weight decay.
+    return [Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
+
+
+def set_rate(optimizers: list[Optimizer], rate: float) -> None:
+    """Set the learning rate of the next step. For a CUDA graph it is written into a tensor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def instruction_set() -> list[str]:
+    """The vector instructions that the CPU has. Where they differ, the last digits may differ."""
+    has = torch.cpu.get_capabilities()
+    return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
+
+
+def usable_precision(precision: str, device: torch.device) -> str:
+    """bf16 if the config wants it and the device has instructions for it, and fp32 otherwise."""
+    if precision != "bf16":
+        return "fp32"
+    able = False
+    if device.type == "cuda":
+        able = torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        has = instruction_set()
+        able = "avx512_bf16" in has or "amx_bf16" in has
+    return "bf16" if able else "fp32"
+
+
+def conditions_of(run: Any, compiled: bool, graph: bool) -> dict[str, Any]:
+    """The device on which, and the way in which, a `Run` is trained, for its provenance."""
+    conditions: dict[str, Any] = {
+        "device": device_name(run.device),
+        "compiled": compiled,
+        "precision_used": run.precision,
+        "instruction_set": instruction_set(),
+    }
+    if graph:
+        conditions["graph"] = True
+    return conditions
+
+
+def may_graph(run: Any) -> bool:
+    """Whether a step can be one CUDA graph. It needs a GPU, and AdamW, whose state stays there."""
+    on_gpu = run.device.type == "cuda"
+    adamw = run.config.train.optimizer == "adamw"
+    return on_gpu and adamw and bool(run.task.fixed_shapes)
+
+
+@cache
+def compiles() -> bool:
+    """Whether torch.compile works here. On a CPU it needs a C++ compiler. Warns if it fails."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
+    except Exception as error:  # any error of a missing or broken compiler
+        warnings.warn(
+            f"torch.compile does not work here ({type(error).__name__}): training goes on without, "
+            "slower, with other last digits; a C++ compiler mends that",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+class GraphedStep:
+    """Runs `run.update` as a CUDA graph, which needs one launch instead of several hundred.
+
+    The launches limit the speed of a small model: each kernel runs for microseconds only, and the
+    host takes longer than that to launch it. A CUDA graph is a recording of all kernels of a step,
+    and the GPU replays it by itself. The replay reads and writes the same memory as the recording.
+    So whatever changes from step to step, namely the batch and the learning rate, has to be copied
+    into a tensor that stays in its place.
+
+    Create it after a checkpoint has been loaded, because that replaces the learning rates.
+    run: a `Run`, or any object with the same `update`, `optimizers` and `device`.
+    """
+
+    def __init__(self, run: Any) -> None:
+        require(
+            run.device.type == "cuda",
+            f"graph=True records a step for a GPU, and this run is on {run.device}: leave it out",
+        )
+        self.run = run
+        self.steps = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                # As a plain number, the learning rate would be recorded as a constant.
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=run.device)
+                group["capturable"] = True
+
+    def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the gradient norm of one step on a batch, as `run.update` returns them."""
+        self.steps += 1
+        if self.steps <= WARM_UP:
+            done: tuple[Tensor, Tensor] = self.run.update(batch)
+            return done
+        if self.graph is None:
+            self.batch = batch.clone()
+            self.graph = torch.cuda.CUDAGraph()
+            # The kernels are recorded, and none of them runs. The recording is made on a stream of
+            # the current device, which must be the run's.
+            with torch.cuda.device(self.run.device), torch.cuda.graph(self.graph):
+                self.loss, self.norm = self.run.update(self.batch)
+        self.batch.copy_(batch)
+        self.graph.replay()
+        return self.loss.clone(), self.norm.clone()
+
+
+@contextlib.contextmanager
+def reproducible(device: torch.device) -> Iterator[None]:
+    """A context that makes results reproducible, and restores PyTorch's settings at its end.
+
+    On a CPU it allows one thread, because sums depend on the number of threads. On CUDA it selects
+    PyTorch's deterministic kernels; an operation that has none causes a warning with its name. Even
+    so, attention's backward pass on CUDA is not reproducible to the bit.
+    """
+    threads = torch.get_num_threads()
+    mode = torch.get_deterministic_debug_mode()  # off, warn or error
+    deterministic: Any = torch.utils.deterministic  # its type stubs lack the setting below
+    filled = deterministic.fill_uninitialized_memory
+    workspace = os.environ.get(WORKSPACE)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    if device.type == "cuda":
+        # cuBLAS reads this variable when it starts.
+        os.environ.setdefault(WORKSPACE, ":4096:8")
+        torch.set_deterministic_debug_mode("warn")
+        # PyTorch would otherwise fill each new tensor with NaN, which adds a kernel to most of a
+        # step's kernels.
+        deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+        deterministic.fill_uninitialized_memory = filled
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's kind: cpu, or the GPU's product name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 # ---- what a training asks before its first step

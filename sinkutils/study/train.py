@@ -41,18 +41,21 @@ from sinkutils.study.evaluate import (
     sinks,
 )
 from sinkutils.study.record import CHECKPOINT_SECONDS, CorruptRecord, Folder, Record
-from sinkutils.study.step import (
+from sinkutils.study.store import Runs, write_record
+from sinkutils.study.task import (
     GraphedStep,
+    before,
+    claim,
     compiles,
     conditions_of,
     make_optimizers,
     may_graph,
+    pretraining,
     reproducible,
     set_rate,
+    start_of,
     usable_precision,
 )
-from sinkutils.study.store import Runs, write_record
-from sinkutils.study.task import before, claim, pretraining, start_of
 
 # The batches of this many steps are copied to the device at once, which saves copies to a GPU.
 AHEAD = 16

@@ -27,7 +27,7 @@ from sinkutils.model import fast
 from sinkutils.model.attention import attend
 from sinkutils.model.config import MODEL_CHOICES, OPERATION_CHOICES, AttentionSpec
 from sinkutils.study import corpus as corpora
-from sinkutils.study import external
+from sinkutils.study import sources
 from sinkutils.study.config import (
     PRECISIONS,
     DataConfig,
@@ -408,7 +408,7 @@ def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
 @given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
 def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     text = " ".join(words)
-    pieces = external.PIECE.findall(text)
+    pieces = sources.PIECE.findall(text)
     assert "".join(pieces) == text
-    assert all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
-    assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])
+    assert all(len(piece) <= sources.PIECE_CHARACTERS for piece in pieces)
+    assert all(len(piece) >= sources.PIECE_CHARACTERS / 2 for piece in pieces[:-1])

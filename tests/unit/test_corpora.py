@@ -28,7 +28,7 @@ from sinkutils.measuring import texts
 from sinkutils.measuring.probes import probe
 from sinkutils.measuring.texts import train_tokenizer
 from sinkutils.study import corpus as corpora
-from sinkutils.study import embedded, external
+from sinkutils.study import sources
 from sinkutils.study.corpus import (
     CORPORA,
     SPLITS,
@@ -253,25 +253,25 @@ def test_a_stream_is_read_no_further_than_max_tokens_needs(monkeypatch, tmp_path
 
 
 def test_the_pile_is_mixed_by_the_authors_weights_or_read_by_one_domain(monkeypatch):
-    monkeypatch.setattr(external, "PILE_SLACK", 1_000)
+    monkeypatch.setattr(sources, "PILE_SLACK", 1_000)
     rng = random.Random(0)
-    names = [*external.PILE_WEIGHTS, "Books3"]
+    names = [*sources.PILE_WEIGHTS, "Books3"]
 
     def rows(dataset):
         for _ in range(40_000):
             name = rng.choice(names)
             yield {"text": f"{name}|" + "x" * rng.randint(50, 150), "meta": {"pile_set_name": name}}
 
-    monkeypatch.setattr(external, "hub_rows", rows)
+    monkeypatch.setattr(sources, "hub_rows", rows)
     characters = dict.fromkeys(names, 0)
-    for text in external.pile():
+    for text in sources.pile():
         characters[text.partition("|")[0]] += len(text)
     total = sum(characters.values())
     assert characters["Books3"] == 0 and total > 1e6
-    for name, weight in external.PILE_WEIGHTS.items():
-        share = weight / sum(external.PILE_WEIGHTS.values())
+    for name, weight in sources.PILE_WEIGHTS.items():
+        share = weight / sum(sources.PILE_WEIGHTS.values())
         assert characters[name] / total == pytest.approx(share, abs=0.004)
-    assert {text.partition("|")[0] for text in external.pile("ArXiv")} == {"ArXiv"}
+    assert {text.partition("|")[0] for text in sources.pile("ArXiv")} == {"ArXiv"}
 
 
 def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path):
@@ -344,8 +344,8 @@ def install(site, package, files, version="1.0", unlisted=()):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """A made-up installation: site/ with two packages of the list in it, and what must be left out."""
-    monkeypatch.setattr(embedded, "DISTRIBUTIONS", ("alpha", "beta"))
-    monkeypatch.setattr(embedded, "_standard_library", lambda: iter(()))
+    monkeypatch.setattr(sources, "DISTRIBUTIONS", ("alpha", "beta"))
+    monkeypatch.setattr(sources, "_standard_library", lambda: iter(()))
 
     def make(folder, more=False):
         site, unread = folder / "site", f'"""{"must not be read " * 30}"""'
@@ -372,7 +372,7 @@ def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_stands(instal
     found = []
     for place, more in (("one", False), ("two/deep", True)):
         installed(tmp_path / place, more)
-        kinds = (embedded.docstrings, embedded.sources, embedded.everything)
+        kinds = (sources.docstrings, sources.python, sources.everything)
         found.append([list(kind()) for kind in kinds])
     assert found[0] == found[1]
     assert len(found[0][0]) == len(found[0][1]) == 39  # every module once
@@ -391,7 +391,7 @@ def test_the_docstring_corpus_holds_no_code_and_names_a_missing_package(installe
     importlib.invalidate_caches()
     says = r"the embedded text lacks beta, .* install what constraints.txt pins"
     with pytest.warns(UserWarning, match=says):
-        assert set(embedded.docstrings()) < set(texts)
+        assert set(sources.docstrings()) < set(texts)
 
 
 def test_the_fast_scan_finds_what_the_parser_finds():

@@ -20,7 +20,7 @@ import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.ledger.claims_file import read_claims
 from sinkutils.paths import OPEN_LMS, ROOT
-from sinkutils.study import embedded, grid
+from sinkutils.study import corpus, grid, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -50,12 +50,12 @@ def test_the_ranges_hold_the_pins_and_no_other_file_has_any():
 
 
 def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
-    versions = embedded.text_versions().items()
+    versions = corpus.text_versions().items()
     installed = {name: version and version.partition("+")[0] for name, version in versions}
     assert installed.items() <= pins().items()
     extras = ("", "notebooks", "test", "hub", "text")
     listed = {line.name for extra in extras for line in requirements()[extra]}
-    assert set(embedded.DISTRIBUTIONS) <= listed
+    assert set(sources.DISTRIBUTIONS) <= listed
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "--constraint constraints.txt --editable '.[text,models]'" in makefile
 
@@ -215,18 +215,16 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"any first token, in {any_token.sink_1:.0f} % of the pairs",
         f"the key takes only {gpu.sink_star.k_bias:.0f} %",
         f"is {mean.element_block_1.fixed_1:.0f} times the median",
-        f"each of the next 64 tokens costs {dropped:.2f} nats more",
+        f"each of the next tokens costs {dropped:.2f} nats more",
         f"With that one key kept it costs {kept:.2f} more",
-        f"becomes the sink in {mean.sink_star.k_bias:.1f} % of the pairs",
-        f"the first token, with {mean.sink_1.fixed_1:.1f} % before, keeps none",
-        f"token 30 becomes the sink, in {token_30:.0f} % of the pairs",
-        f"In Gemma 3 270M it is on the BOS, in {gemma['BOS']:.1f} % of the pairs, and gone without it",
+        f"{mean.sink_star.k_bias:.1f} % of the pairs have their sink on it",
         f"{smol:.2f} % [",
     }
-    assert gemma["text"] < 0.05
+    assert mean.sink_1.fixed_1 > 50  # "on which most had it before"
+    assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
     later = {name: later_blocks_with_a_sink(name) for name in ("fixed_1", "sigmoid")}
     assert later["sigmoid"] == 0
-    said.add(f"in {later['fixed_1']:.1f} % of the pairs with softmax, and none with sigmoid")
+    said.add(f"a sink in {later['fixed_1']:.1f} % of the pairs, and with sigmoid in none")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
     assert mean.sink_1.k_bias == 0

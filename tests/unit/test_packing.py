@@ -126,6 +126,5 @@ def test_impossible_interventions_are_refused(corpus):
     refuses("random_positions must be of type tuple", all_of, corpus, random_positions=3)
     refuses("fixed_position must be at least 1", all_of, corpus, fixed_position=0)
     refuses("random_place is of a fixed token", all_of, corpus, random_place=True)
-    refuses("position 33 is beyond context_length=32", all_of, corpus, random_positions=(33,))
     refuses("less than one chunk", all_of, corpus, share=1e-4)
     refuses("split must be one of train, valid, probe", all_of, corpus, "test")

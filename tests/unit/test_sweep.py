@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +20,8 @@ import pytest
 import torch
 from helpers import interrupted, made_up, refused, refuses
 
-from sinkutils import config, paths, study_commands, train
-from sinkutils.__main__ import main
+from sinkutils import config, paths, train
+from sinkutils.__main__ import LOCKED, main
 from sinkutils.checks import launched
 from sinkutils.commands import parser
 from sinkutils.study import grid, store
@@ -29,9 +29,8 @@ from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.slurm import minutes_of
 from sinkutils.study.store import Runs
-from sinkutils.study.sweep import OUTCOME, PARENT, Workers, estimate, places, sweep
+from sinkutils.study.sweep import Workers, estimate, places, sweep
 from sinkutils.study.train import Run
-from sinkutils.study_commands import reported
 
 pytestmark = pytest.mark.slow
 
@@ -42,27 +41,20 @@ def printed(capsys):
     return "".join(line for line in lines if not line.startswith("smoke@"))
 
 
-def as_worker(patch, file):
-    """Let this process take itself for a worker of a sweep, which is to say in `file` how its run ended."""
-    patch.setenv(OUTCOME, str(file))
-    patch.setenv(PARENT, str(os.getppid()))
-    patch.setattr(study_commands, "_end_with", lambda parent: None)
-
-
 @pytest.fixture
 def quick(monkeypatch, corpus, tmp_path):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    def run(workers, arguments, log, file):
+    def run(workers, arguments, log):
         asked = parser().parse_args(["train", *arguments])
         if asked.experiment == "v_bias":
             raise RuntimeError("the machine went away")
         monkeypatch.chdir(tmp_path)  # a worker may be anywhere
-        as_worker(monkeypatch, file)
-        with suppress(RunLocked), reported() as outcome:
-            run = config(asked.experiment, asked.preset, asked.seed)
-            record = train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
-            outcome.update(status=record.status, reason=record.reason)
+        run = config(asked.experiment, asked.preset, asked.seed)
+        try:
+            train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
+        except RunLocked:
+            return LOCKED
         return 0
 
     monkeypatch.setattr(Workers, "run", run)
@@ -187,17 +179,17 @@ class Command:
         options = f"--preset smoke --only k_bias --checkpoint-seconds 0 --runs {runs} --corpus path:{text} --seeds"
         self.arguments = ["sweep", *options.split(), *map(str, range(seeds))]
 
-    def run(self, arguments, file):
-        """What stands for a worker's process; returns its exit status."""
-        with pytest.MonkeyPatch.context() as patch:
-            as_worker(patch, file)
-            asked = parser().parse_args(["train", *arguments, "--device", "cpu"])
-            try:
-                return asked.function(asked) or 0
-            except KeyboardInterrupt:
-                return 130
-            except OSError:
-                return 2
+    def run(self, arguments, log):
+        """What stands for a worker's process, which ends as in `main`; returns its exit status."""
+        asked = parser().parse_args(["train", *arguments, "--device", "cpu"])
+        try:
+            return asked.function(asked) or 0
+        except KeyboardInterrupt:
+            log.write_text("sinkutils: stopped; run the same command again to go on\n")
+            return 130
+        except OSError as error:
+            log.write_text(f"a warning\nsinkutils: {error}\n")
+            return 2
 
     def advance(self, run, really=Run.advance):
         self.steps[run.config.seed] += 1
@@ -222,7 +214,7 @@ def command(undisturbed, text_folder, runs, monkeypatch):
         command = Command(seeds, text_folder, runs)
         monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
         monkeypatch.setattr(
-            Workers, "run", lambda workers, arguments, log, file: command.run(arguments, file)
+            Workers, "run", lambda workers, arguments, log: command.run(arguments, log)
         )
         monkeypatch.setattr(Run, "advance", lambda run: command.advance(run))
         return command
@@ -265,6 +257,15 @@ def test_a_full_disk_stops_no_other_run_and_goes_on(
     assert sweep.results(0, 1) == expected[:2]
 
 
+TRACEBACK = b"""a bar
+Traceback (most recent call last):
+  File "x.py", line 1, in x
+    x()
+RuntimeError: CUDA error: out of bounds
+Compile with TORCH_USE_CUDA_DSA to enable device-side assertions.
+"""
+
+
 class Ended:
     """A process that has ended."""
 
@@ -273,18 +274,26 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    ("status", "free", "said"),
+    ("status", "free", "printed", "said"),
     [
-        (1, 2**30, "exit status 1"),
-        (-9, 2**30, "it was killed by SIGKILL"),
-        (1, 0, "the disk is full: free some"),
+        (2, 2**30, b"a bar\nsinkutils: no such text\n", "no such text;"),
+        (1, 2**30, TRACEBACK, "RuntimeError: CUDA error: out of bounds;"),
+        (1, 2**30, b"", "exit status 1"),
+        (-9, 2**30, b"a bar\n", "it was killed by SIGKILL"),
+        (1, 0, b"", "the disk is full: free some"),
     ],
 )
-def test_of_a_worker_that_could_not_say_how_it_ended_the_exit_status_tells(
-    status, free, said, monkeypatch, runs, capsys
+def test_the_last_line_of_a_worker_that_failed_says_why_or_else_its_exit_status(
+    status, free, printed, said, monkeypatch, runs, capsys
 ):
+    def worker(command, stdout, **options):
+        stdout.write(printed)
+        return Ended(status)
+
     monkeypatch.setattr(sweep_module, "_make_texts", lambda runs: None)
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **options: Ended(status))
+    monkeypatch.setattr(subprocess, "Popen", worker)
+    (runs / "logs" / "smoke").mkdir(parents=True)
+    (runs / "logs" / "smoke" / "k_bias-0.log").write_text("sinkutils: of an earlier sweep\n")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     (outcome,) = of_smoke("k_bias")
     assert outcome.status == "crashed"
@@ -474,7 +483,7 @@ def test_a_worker_of_a_sweep_that_a_launcher_has_started_trains_alone(monkeypatc
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(sweep_module.subprocess, "Popen", Process)
-    assert Workers([("cpu", {})]).run((), tmp_path / "log", tmp_path / "outcome") == 0
+    assert Workers([("cpu", {})]).run((), tmp_path / "log") == 0
     monkeypatch.setattr(os, "environ", seen)
     assert launched() == (0, 1)
 

@@ -19,21 +19,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
 from sinkutils.measuring.report import NotFinite, norm_ratio
-from sinkutils.study import step as stepping
+from sinkutils.study import task as stepping
 from sinkutils.study import train as training
 from sinkutils.study.config import DataConfig, RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.evaluate import NOT_KEPT, destinations, divergence, gradient_norms, line_breaks
 from sinkutils.study.grid import plan, presets
 from sinkutils.study.record import read_record, rounded
-from sinkutils.study.step import (
+from sinkutils.study.store import Runs
+from sinkutils.study.task import (
+    Chunks,
+    CrossEntropy,
     GraphedStep,
+    fix_position,
     instruction_set,
     make_optimizers,
+    next_token_loss,
     reproducible,
     set_rate,
 )
-from sinkutils.study.store import Runs
-from sinkutils.study.task import Chunks, CrossEntropy, fix_position, next_token_loss
 from sinkutils.study.train import Run, train
 
 
