@@ -377,9 +377,9 @@ def check_entry(name: str) -> None:
 
 
 def dense(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a dense tensor, with a real number at every place."""
+    """Raise ValueError unless the value is a dense tensor of finite, real numbers."""
     instance(name, value, Tensor)
     other = f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device"
     require(value.layout == torch.strided and not (value.is_nested or value.is_meta), other)
     real = not value.is_complex() and bool(value.isfinite().all())
-    require(real, f"{name} must be real numbers, and holds nan, infinite or complex ones")
+    require(real, f"{name} must hold real numbers, and none that is nan or infinite")

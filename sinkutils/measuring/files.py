@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -51,6 +51,11 @@ def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights in a folder, by name: of its .safetensors files, or else of its .bin files."""
     for file in [*folder.glob("model*.safetensors")] or folder.glob("pytorch_model*.bin"):
         yield from weights(file).items()
+
+
+def has_file(folder: Path, patterns: Iterable[str]) -> bool:
+    """Whether a folder has a file whose name is of one of these patterns."""
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def is_index(file: Path) -> bool:

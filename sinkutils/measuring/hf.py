@@ -369,9 +369,8 @@ class Capture(Source):
         finally:
             self.doing = measuring
         before, after = seen
-        if before is None or after is None:  # no block showed its hidden states
-            return True
-        return not torch.equal(before, after)
+        # None: no block showed its hidden states
+        return before is None or after is None or not torch.equal(before, after)
 
     def run(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
         """The output of one pass on ids (B, T). Raises ValueError if a layer showed no attention."""

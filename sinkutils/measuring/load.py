@@ -5,7 +5,6 @@ What transformers would read wrongly, or without a word, is refused with advice.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import re
@@ -14,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sinkutils.measuring.files import (
     base_of_adapter,
     first_difference,
     gguf_file,
+    has_file,
     is_index,
     read_config,
     weights_in,
@@ -158,13 +159,15 @@ def _load_transformers(
         set_hook(bars)
     check_loaded(name, model, info)
     tokenizer: Any = WithoutTokenizer(model)
+    tekken = (path / TEKKEN).is_file()
+    read_here = has_file(path, TOKENIZER_FILES) or (tekken and find_spec("mistral_common"))
     try:
-        if not local or gguf or _has_tokenizer(path):
+        if not local or gguf or read_here:
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
-        elif (path / TEKKEN).is_file():
+        elif tekken:
             tokenizer.why = f"its tokenizer, {TEKKEN}, needs: pip install mistral-common"
     except Exception as error:
-        if not local or any(any(path.glob(pattern)) for pattern in VOCABULARY_FILES):
+        if not local or has_file(path, VOCABULARY_FILES):
             failed = "has a tokenizer that could not be read:"
             raise ModelUnavailable(_why(name, offline, error, failed)) from error
         tokenizer.why = "this folder has settings of a tokenizer, but no vocabulary"
@@ -193,12 +196,6 @@ def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A progress bar made of text, and none where stderr is no terminal but a file or a notebook."""
     kind = tqdm if issubclass(bar, tqdm) else bar
     return kind(*args, **{"disable": None, **kwargs})
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has files of a tokenizer that can be read here."""
-    tekken = (folder / TEKKEN).is_file() and importlib.util.find_spec("mistral_common")
-    return bool(tekken) or any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 # --- before a model is loaded
@@ -272,9 +269,9 @@ def _why_unread(path: Path) -> str:
 
     config = read_config(path / "config.json")
     scheme = config.get("quantization_config")
-    scheme = {} if scheme is None else scheme
-    if not isinstance(scheme, dict):
+    if not isinstance(scheme, dict | None):
         return "has a config.json whose quantization_config is no JSON object"
+    scheme = scheme or {}
     method = scheme.get("quant_method")
     mlx = isinstance(config.get("quantization"), dict) or {"group_size", "bits"} <= scheme.keys()
     if method is None and mlx:
@@ -300,11 +297,9 @@ def _why_not_these(path: Path) -> str:
     names = ("model.safetensors", "pytorch_model.bin")
     pairs = ([path / name, path / f"{name}.index.json"] for name in names)
     new, old = ([file for file in pair if file.is_file()] for pair in pairs)
-    shards = sorted(path.glob("*-of-*"))
-    what = f"its shards ({shards[0].name}, ..) have no index" if shards else _what_it_is(path)
-    used = new or old
-    if what and not used:
+    if not new and not old and (what := _what_it_is(path)):
         return f"has no model.safetensors: {what}"
+    used = new or old
     if used and used[0].suffix == ".json" and not is_index(used[0]):
         return f"has a {used[0].name} that is cut, or lacks metadata or weight_map"
     other = None
@@ -358,7 +353,6 @@ def _why(name: str, offline: bool, error: Exception, failed: str = "could not be
     if isinstance(error, KeyError) and " " not in message:  # a name, such as an activation's
         message = f"transformers looked up {message} and found nothing of that name"
     path = Path(name)
-    find_spec = importlib.util.find_spec  # returns None if a package is not installed
     gguf = gguf_file(path)
     damaged = (struct.error, IndexError, KeyError, OverflowError, EOFError, UnicodeDecodeError)
     broken = isinstance(error, damaged)
