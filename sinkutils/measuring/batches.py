@@ -302,8 +302,9 @@ class Inputs:
     def _rows_of(self, name: str, first: int, count: int) -> Any:
         """What an entry with an axis of samples holds for some rows in a row."""
         x = self.entries[name]
-        axis = self._axis(name)
-        return x.narrow(axis, first, count) if isinstance(x, Tensor) else x[first : first + count]
+        if not isinstance(x, Tensor):
+            return x[first : first + count]
+        return x.narrow(self._axis(name) or 0, first, count)
 
     def _says_where(self, name: str) -> bool:
         return name in POSITIONS or name.startswith(LENGTHS)
