@@ -455,6 +455,8 @@ METRICS = {
     "a negative sink": ending(sink_2=-1.0),
     "a sink that is null": ending(sink_1=None),
     "a sink that is true": ending(sink_1=True),
+    "more excess than all attention": ending(excess_1=5.0),
+    "a negative loss": ending(valid_loss=-3.0),
     "a loss as a list": ending(valid_loss=[3.0]),
     "a loss as an object": ending(valid_loss={"nats": 3.0}),
     "a step that is half": WHOLE | {"curve": [END | {"step": 0.5}, END]},
