@@ -205,9 +205,9 @@ def test_hooks_that_peft_leaves_where_a_pass_ends_by_an_error_are_removed():
         raise ValueError("as many adapters as rows")
 
     kept = model.lm_head.register_forward_pre_hook(names)  # by the user, before
-    model.forward, before = forward, state_of(model)
+    model.forward = forward
+    before = state_of(model)
     for operate in (measure, su.surgery.untouched):
         with pytest.raises(ValueError, match="as many adapters"):
             operate(model, ids)
-    model.forward = forward
     assert state_of(model) == before and kept.id in model.lm_head._forward_pre_hooks
