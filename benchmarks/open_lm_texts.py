@@ -23,11 +23,11 @@ import torch
 from open_lms import EPSILONS, add, summary
 from scores import evaluate
 
-from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.probes import BOS, TEXT, bos_id, encode, probe
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.texts import COMMENT_OR_STRING, docstring_matches, text_of
+from sinkutils.names import load_lm
 from sinkutils.study import sources
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3

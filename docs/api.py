@@ -39,7 +39,7 @@ def signature(name: str, value: Any) -> str:
     line = f"{name}({', '.join(written)}){arrow}"
     if len(line) > 88:
         line = "\n".join([f"{name}(", *(f"    {argument}," for argument in written), f"){arrow}"])
-    return re.sub(r": '([^']*)'", r": \1", line)  # annotations are strings
+    return re.sub(r""": (["'])(.*?)\1""", r": \2", line)  # annotations are strings
 
 
 class Default(str):

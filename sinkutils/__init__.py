@@ -2,63 +2,29 @@
 
 A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025).
 Each public name is imported on first use, so that training needs neither transformers nor pandas.
+`__init__.pyi` lists them, for this module as for editors and type checkers.
 """
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-# Each public name, and the module that defines it.
-_HOMES = {
-    "AttentionSpec": "model.config",
-    "attention": "model.attention",  # the module itself: su.attention.register
-    "attend": "model.attention",
-    "LMConfig": "model.config",
-    "TransformerLM": "model.decoder",
-    "measure": "measuring.measure",
-    "report": "measuring.maps",
-    "compare": "measuring.compare",
-    "families": "measuring.families",  # the module itself: su.families.register, su.families.check
-    "surgery": "measuring.surgery",  # the module itself: su.surgery.hide, su.surgery.edit, ..
-    "sinkcheck": "measuring.sinkcheck",  # the module itself: su.sinkcheck.run
-    "SinkCallback": "measuring.callback",
-    "probe": "names",
-    "load_lm": "names",
-    "load_corpus": "study.corpus",
-    "config": "study.grid",
-    "experiments": "study.grid",
-    "train": "study.train",
-    "record": "study.store",
-    "runs": "study.frames",
-    "blocks": "study.frames",
-    "heads": "study.frames",
-    "curves": "study.frames",
-    "compare_runs": "study.frames",
-    "claims": "ledger.table",
-    "claim_checks": "ledger.table",
-    "verdict": "ledger.table",
-    "theme": "plots.theme",
-    "save": "plots.theme",
-    "explore": "plots.interactive",
-    "film": "plots.interactive",
-    "Interactive": "plots.interactive",
-    "report_page": "plots.report",
-    "report_model": "plots.report",
-}
+_stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+# Each public name, and the module or the package that has it
+_HOMES = {name: home for home, name in re.findall(r"from (\S+) import (\w+) as", _stub)}
 __all__ = [*_HOMES]
-MODULES = (
-    "attention",
-    "families",
-    "surgery",
-    "sinkcheck",
-)  # public names that are modules themselves
 __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
-    module = import_module(f"sinkutils.{_HOMES[name]}")
-    value = module if name in MODULES else getattr(module, name)
+    home = import_module(_HOMES[name])
+    if hasattr(home, "__path__"):  # a package: the name is a module of it, as in su.surgery.hide
+        value: Any = import_module(f"{home.__name__}.{name}")
+    else:
+        value = getattr(home, name)
     globals()[name] = value
     return value
 

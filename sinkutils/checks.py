@@ -91,8 +91,9 @@ def instance(name: str, value: Any, kind: type) -> None:
 def types(cls: Any) -> dict[str, tuple[Any, ...]]:
     """For each field of a dataclass, the types that its annotation allows.
 
-    int -> (int,), int | None -> (int, None's type), tuple[int, ...] -> (int, ...). The annotations
-    are strings, which `get_type_hints` evaluates.
+    int -> (int,), int | None -> (int, None's type), tuple[int, ...] -> (int, ...), and for
+    Literal["a", "b"] its values, ("a", "b"). The annotations are strings, which `get_type_hints`
+    evaluates.
     """
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
@@ -115,7 +116,9 @@ def fields(config: Any, **least: float) -> None:
         for element in value if several else (value,):
             if type(element).__module__ == "numpy" and hasattr(element, "item"):
                 element = element.item()
-            if kind is int:
+            if isinstance(kind, str):
+                choice(name, element, (kind, *others))
+            elif kind is int:
                 integer(name, element, int(least.get(name, 1)))
             elif kind is float:
                 wanted = "finite" if name in least else "finite and not negative"

@@ -1,45 +1,41 @@
-"""The commands of python -m sinkutils: their parser, and those that measure or show a model.
+"""The commands of python -m sinkutils: `main`, which runs one, and those that measure or show a model.
 
-Those of the study are in `study_commands`, which is imported only for one of them. A module that
-loads PyTorch, which takes seconds, is imported inside the command that needs it. So --version,
---help and a mistyped command answer at once.
+Those of the study are in `study_commands`. A module that loads PyTorch, which takes seconds, is
+imported inside the command that needs it. So --version, --help and a mistyped command answer at
+once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sinkutils import __version__
-from sinkutils.checks import Refused, require
+from sinkutils.checks import Refused, launched, require
 
-WRONG = 2  # the exit status of a mistake
+# Exit statuses. WRONG: of a mistake that is reported in one line.
+WRONG, LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 DEBUG = "show the traceback of any error"
+# Errors that the user can correct are printed in one line, without a traceback. Any other error may
+# be a mistake of ours. Some are listed by name, because importing their classes would load PyTorch.
+EXPECTED = (Refused, OSError, ImportError, MemoryError)
+EXPECTED_NAMES = ("CorruptRecord", "RunLocked", "OutOfMemoryError")
 
 
-# Each command: the module of its functions NAME_command and NAME_options, and its help.
-HERE, STUDY = "sinkutils.commands", "sinkutils.study_commands"
-COMMANDS = {
-    "list": (STUDY, "show every experiment with the paper's value and what is recorded"),
-    "train": (
-        STUDY,
-        "train or fine-tune one experiment and write its record; a killed run continues",
-    ),
-    "sweep": (
-        STUDY,
-        "train every missing record, most informative first; safe to kill and to start twice",
-    ),
-    "measure": (HERE, "measure the attention sink of causal language models"),
-    "report": (HERE, "write a page about a model, as one self-contained HTML file"),
-    "lab": (HERE, "write the lab's page with a model of yours in it, as one HTML file"),
-    "models": (HERE, "list the real language models that pip can install, or install them"),
-    "claims": (STUDY, "print the ledger: every claim and its verdict"),
-    "run": (HERE, "execute every notebook headlessly with papermill"),
-}
+# Their order in the help. A command NAME has the functions NAME_options and NAME_command, and the
+# docstring of the latter is its help.
+COMMANDS = ("list", "train", "sweep", "measure", "report", "lab", "models", "claims", "run")
+OF_THE_STUDY = ("list", "train", "sweep", "claims")
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,15 +48,13 @@ class Parser(argparse.ArgumentParser):
 class Command(Parser):
     """The parser of one command, which gets its options when they are asked for."""
 
-    name = ""  # until then
+    options: Callable[[Command], None] | None = None  # adds them
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self.name:
-            home = import_module(COMMANDS[self.name][0])
-            getattr(home, f"{self.name}_options")(self)
+        if self.options:
+            self.options(self)
+            self.options = None
             self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
-            self.set_defaults(function=getattr(home, f"{self.name}_command"))
-            self.name = ""
             # This calls us again. Texts and models may then stand behind an option, too.
             return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
@@ -86,8 +80,15 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--debug", action="store_true", help=DEBUG)
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Command)
-    for name, (_, text) in COMMANDS.items():
-        commands.add_parser(name, help=text, description=text).name = name
+    for name in COMMANDS:
+        home = "study_commands" if name in OF_THE_STUDY else "commands"
+        module = import_module(f"sinkutils.{home}")
+        function = getattr(module, f"{name}_command")
+        text = function.__doc__.rstrip(".")
+        text = text[0].lower() + text[1:]
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(function=function)
+        command.options = getattr(module, f"{name}_options")
     return top
 
 
@@ -313,3 +314,63 @@ def run_command(options: argparse.Namespace) -> int:
             raise Refused(f"-p {name}: {text!r} {wanted}") from error
     failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)
     return 1 if failed else 0
+
+
+# --- running a command
+
+
+class Terminated(KeyboardInterrupt):
+    """The process received SIGTERM: from kill, timeout, Slurm or a container that is stopped."""
+
+
+def terminated(number: int, frame: object) -> None:
+    raise Terminated
+
+
+def say(message: str) -> None:
+    """Print a message to stderr."""
+    print(f"sinkutils: {message}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    0: success. 1: the command ran, and something in it failed (a run, a notebook). 2: an error that
+    is reported in one line. 3: another process is training this run. 130 and 143: the process was
+    stopped by SIGINT or SIGTERM. 141: whoever read the output closed the pipe.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
+    options = parser().parse_args(arguments)
+    rank, _ = launched()
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_: say(str(message))
+            status = options.function(options)
+            sys.stdout.flush()
+            return status or 0
+    except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
+        # Python flushes stdout again at exit, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt as stop:
+        goes_on = options.command in ("train", "sweep")
+        if rank == 0:
+            say("stopped; run the same command again to go on" if goes_on else "stopped")
+        return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
+    except Exception as error:
+        kind = type(error).__name__
+        expected = isinstance(error, EXPECTED) or kind in EXPECTED_NAMES
+        if options.debug or not expected:
+            raise
+        message = " ".join(str(error).split()) or kind
+        if kind == "ModuleNotFoundError":
+            message += "; an extra brings it: sinkutils[notebooks], [hub], [models] or [slurm]"
+        if rank == 0 or not isinstance(error, Refused):  # all processes refuse the same input
+            say(message)
+        return LOCKED if kind == "RunLocked" else WRONG
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sinkutils import paths
-from sinkutils.checks import Refused, instance, short
+from sinkutils.checks import Refused, instance, require, short
 from sinkutils.checks import device as find_device
 from sinkutils.measuring import load, probes
 from sinkutils.measuring.probes import Corpus, Subject
-from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable
+from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, hub_id, model_folder
 from sinkutils.measuring.texts import adds_bos
 
 Name = str | os.PathLike[str]
@@ -58,14 +58,28 @@ def load_lm(
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise Refused(f"name_or_path must be a name or a path, got {short(name_or_path)}")
+    name = str(name_or_path)
+    path = Path(name_or_path)
+    kind = load.find_dtype(dtype)
+    target = None if device == "auto" else find_device(device)
+    # The name is that of a record, of a local path, of a model from pip, or of one on the hub.
     record = record_named(name_or_path, runs)
+    here = name != "" and path.exists()
+    real = not here and name.lower() in REAL_MODELS
+    one_state = f"revision is of a hub id, and {name!r} has one state only: leave it out"
+    require(revision is None or not (record or here or real), one_state)
     if record is not None:
-        if revision is not None:
-            raise Refused(load.ONE_STATE.format(str(name_or_path)))
-        return _load_record(record, device, dtype)
-    return load.load_lm(
-        name_or_path, device, dtype, revision=revision, trust_remote_code=trust_remote_code
-    )
+        return _load_record(record, target or find_device(None), kind)
+    reason = load.why_not(path) if here else ""
+    if reason:
+        raise ModelUnavailable(f"{name!r} {reason}")
+    where = name if here else hub_id(name)
+    if real:
+        where = str(model_folder(name.lower()))
+    model, tokenizer = load.from_transformers(where, target, kind, revision, trust_remote_code)
+    if real:  # reports shall show this name, not the path of a cache folder
+        model.name_or_path = model.config.name_or_path = name.lower()
+    return model, tokenizer
 
 
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
@@ -178,11 +192,11 @@ def _is_record(folder: Path) -> bool:
     return ours + sum((folder / name).is_file() for name in names) >= 2
 
 
-def _load_record(folder: Path, device: Any, dtype: Any) -> tuple[nn.Module, Any]:
+def _load_record(
+    folder: Path, target: torch.device, dtype: torch.dtype | None
+) -> tuple[nn.Module, Any]:
     from sinkutils.study.record import CorruptRecord, read_record, short_name
 
-    kind = load.find_dtype(dtype)
-    target = find_device(None if device == "auto" else device)
     try:
         record = read_record(folder)
         if record.weights is None:
@@ -193,6 +207,6 @@ def _load_record(folder: Path, device: Any, dtype: Any) -> tuple[nn.Module, Any]
                 "--keep-weights"
             )
         model = record.load_model()
-        return model.to(target, kind or torch.float32), record.tokenizer
+        return model.to(target, dtype or torch.float32), record.tokenizer
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error

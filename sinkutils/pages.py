@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tqdm import tqdm
 
@@ -89,7 +90,9 @@ def run_notebooks(
         tqdm.write(f"{path.stem} -> {written or path}")
 
     bar = tqdm(total=len(paths), unit="notebook")
-    with one_thread(), ThreadPoolExecutor(2) as pool, bar:
+    # Two notebooks run at a time, on one core each, unless the environment says how many threads.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with patch.dict(os.environ, threads), ThreadPoolExecutor(2) as pool, bar:
         running = [pool.submit(execute, path) for path in paths]
         try:
             for future in as_completed(running):
@@ -105,21 +108,6 @@ def run_notebooks(
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)
     return failed
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A context in which kernels start with one thread, if the environment does not say how many.
-
-    Two notebooks run at a time, on one core each.
-    """
-    told = "OMP_NUM_THREADS" in os.environ
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        yield
-    finally:
-        if not told:
-            del os.environ["OMP_NUM_THREADS"]
 
 
 def end_kernels() -> None:

@@ -16,11 +16,8 @@ from sinkutils.measuring.measure import DECODED, measure
 from sinkutils.measuring.refusals import cut_by, is_sharded
 
 LOGGER = logging.getLogger("sinkutils")
-# What is logged of `Report.summary`
-LOGGED = (
-    "sink_1 block_1 later_blocks element value_ratio entropy star sink_logit "
-    "excess_full excess_window element_full element_window element_linear"
-).split()
+# What is not logged of `Report.summary`: where the element is
+PLACE = {"element_block", "element_dimension"}
 
 
 class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
@@ -70,12 +67,10 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.why_not: str | None = None  # the reason why this model cannot be measured, if any
         self.warned: set[str] = set()  # what a warning was given about
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Find out which processes measure. The trainer calls this once the model is in place."""
-        self.sharded = is_sharded(model)
-        self.why_not = cut_by(model)
+        self.sharded = is_sharded(others["model"])
+        self.why_not = cut_by(others["model"])
         if self.why_not is not None:
             self._warn(state, f"the sink is not measured: the model is cut by {self.why_not}")
         # A forward pass of a sharded model gathers weights from all processes, so every process has
@@ -86,29 +81,23 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self.ids, self.options = shared
         self.last_step = None
         if state.global_step == 0:
-            self._measure(state, control, model)
+            self._measure(state, control, others["model"])
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Measure if it is time to. The trainer calls this after each optimiser step."""
         if state.global_step % self.every == 0 or control.should_training_stop:
-            self._measure(state, control, model)
+            self._measure(state, control, others["model"])
 
-    def on_epoch_end(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Measure if an evaluation has stopped the training after its last step."""
         if control.should_training_stop and self.last_step != state.global_step:
-            self._measure(state, control, model)
+            self._measure(state, control, others["model"])
 
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Measure the model that is left, unless it was measured at this step."""
         put_back = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if put_back or self.last_step != state.global_step:
-            self._measure(state, control, model)
+            self._measure(state, control, others["model"])
 
     def _measure(self, state: Any, control: Any, model: nn.Module) -> None:
         self.last_step = state.global_step
@@ -123,7 +112,7 @@ class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if first:
             should_log = control.should_log
             log = trainer_log()
-            log({f"sink/{name}": summary[name] for name in LOGGED if name in summary})
+            log({f"sink/{name}": x for name, x in summary.items() if name not in PLACE})
             # `log` clears this flag. It is restored, as the trainer may still have to log its loss.
             control.should_log = should_log
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import Refused, require, short
+from sinkutils.checks import require, short
 from sinkutils.paths import LEDGER, read_yaml
 
 __all__ = ["check", "register"]
@@ -133,28 +133,22 @@ def attention_layers(base: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
             f"shows no attention module: {INTERFACE}; su.families.register teaches where others are"
         )
     require(len(modules) > 0, f"{kind} {reason}")
-    outside = f"{kind} has attention outside one list of blocks: give its text decoder"
-    lists = set()  # names of the lists that contain attention modules, such as "layers"
-    paths = {}  # attention module -> the numbers in its path, "3", or "1.3" of a list of lists
-    for name, module in modules.items():
-        # GPT-Neo and others wrap one attention module in another. The innermost one computes.
-        if any(other.startswith(name + ".") for other in modules):
-            continue
-        # "layers.3.self_attn" -> "layers", "3"
-        place = re.match(r"(.*?)\.?(\d+(?:\.\d+)*)\.", name)
-        if place is None:
-            raise Refused(outside)
-        lists.add(place[1])
-        paths[module] = f"{place[2]}."
-    require(len(lists) == 1, outside)
-    stages: Any = base.get_submodule(lists.pop())
-    blocks = _blocks(stages)  # path -> block
-    places = {}  # attention module -> index of its block
-    for module, path in paths.items():
-        around = [i for i, block in enumerate(blocks) if path.startswith(f"{block}.")]
-        require(len(around) == 1, outside)
+    # GPT-Neo and others wrap one attention module in another. The innermost one computes.
+    outer = {name for name in modules if any(other.startswith(f"{name}.") for other in modules)}
+    inner = {name: part for name, part in modules.items() if name not in outer}
+    # "layers.3.self_attn" -> "layers"
+    found = [re.match(r"(.*?)\.?\d+\.", name) for name in inner]
+    lists = {place and place[1] for place in found}
+    blocks = []
+    if len(lists) == 1 and None not in lists:
+        blocks = _blocks(base.get_submodule(str(lists.pop())))
+    places: dict[nn.Module, int] = {}  # attention module -> index of its block
+    for module in inner.values():
+        around = [place for place, block in enumerate(blocks) if module in block.modules()]
+        outside = f"{kind} has attention outside one list of blocks: give its text decoder"
+        require(len(around) > 0, outside)
         places[module] = around[0]
-    return list(blocks.values()), places
+    return blocks, places
 
 
 def idle(base: nn.Module) -> set[nn.Module]:
@@ -170,12 +164,11 @@ def idle(base: nn.Module) -> set[nn.Module]:
     return unused
 
 
-def _blocks(stages: nn.Module, path: str = "") -> dict[str, nn.Module]:
-    """The blocks in a list, or in a list of lists (stages), by their path in it."""
-    blocks: dict[str, nn.Module] = {}
-    for name, module in stages.named_children():
-        nested = isinstance(module, nn.ModuleList)
-        blocks |= _blocks(module, f"{path}{name}.") if nested else {f"{path}{name}": module}
+def _blocks(stages: nn.Module) -> list[nn.Module]:
+    """The blocks in a list, or in a list of lists (stages)."""
+    blocks: list[nn.Module] = []
+    for module in stages.children():
+        blocks += _blocks(module) if isinstance(module, nn.ModuleList) else [module]
     return blocks
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,12 +48,6 @@ def oracle(call: Call) -> Results:
 
     The log-sum-exp is that of all logits by which the weights are divided, the sink among them.
     """
-    learned: dict[str, Any] = {}
-    if call.sinks is not None:
-        learned["sink_logit"] = call.sinks
-    if call.sink_keys is not None:
-        learned["key_bias"] = call.sink_keys
-        learned["value_bias"] = call.sink_values
     spec = AttentionSpec(
         window=call.window,
         sink_logit="learned" if call.sinks is not None else "none",
@@ -70,7 +64,9 @@ def oracle(call: Call) -> Results:
         start=start,
         logit_scale=call.scale,
         return_lse=True,
-        **learned,
+        sink_logit=call.sinks,
+        key_bias=call.sink_keys,
+        value_bias=call.sink_values,
     )
     return out, lse
 
@@ -308,7 +304,7 @@ def gradients(attention: Attention, call: Call, cotangent: Tensor) -> dict[str, 
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
     with torch.enable_grad():
         out, _ = attention(call._replace(**leaves))
-        total = (out * cotangent).sum()
+        total = (out * cotangent.to(out)).sum()
     got = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
     return dict(zip(names, got, strict=True))
 

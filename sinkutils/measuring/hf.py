@@ -206,17 +206,11 @@ class Capture(Source):
 
         In a legacy model, hooks on the attention modules read the weights as well.
         """
-        first = self.blocks[0]
-        see = self.here(self._see_embedding)
-        kwargs_too = first._forward_pre_hooks_with_kwargs
-        state.hook(first._forward_pre_hooks, see, with_kwargs=kwargs_too)
+        state.hook(self.blocks[0], self.here(self._see_embedding), before=True)
         for layer, block in enumerate(self.blocks):
-            see = self.here(partial(self._see_block, layer))
-            state.hook(block._forward_hooks, see)
-        if self.legacy:
-            see = self.here(self._see_weights)
-            for module in self.layers:
-                state.hook(module._forward_hooks, see)
+            state.hook(block, self.here(partial(self._see_block, layer)))
+        for module in self.layers if self.legacy else ():
+            state.hook(module, self.here(self._see_weights))
 
     def _see_embedding(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.doing.looks:
@@ -240,28 +234,20 @@ class Capture(Source):
                 return known[0][:, None]
         config = self.config.get_text_config()
         width = getattr(config, "hidden_size", None) or self.table.shape[1]
-        found = None
-        longer = 0
-        for x in tree_leaves(values):
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                continue
-            streams = families.streams_of(config.model_type, x, width)
-            if streams is None or len(streams) != self.shape[0]:
-                continue
-            if streams.shape[2] != self.shape[1]:
-                if streams.shape[3] == width:
-                    longer = streams.shape[2]
-                continue
-            if streams.shape[3] == width:
-                return streams
-            # The last axis does not fit the width, which the configuration may not state. Keep this
-            # tensor for the case that no other one fits.
-            found = streams if found is None else found
-        if found is None:
-            refusals.check_length(self.kind, longer or self.shape[1], self.shape[1])
+        texts, length = self.shape
+        tensors = [
+            x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+        several = [families.streams_of(config.model_type, x, width) for x in tensors]
+        streams = [x for x in several if x is not None and len(x) == texts]
+        wide = [x for x in streams if x.shape[3] == width]
+        # The configuration may not state the width: then any tensor of the right length will do.
+        found = [x for x in (*wide, *streams) if x.shape[2] == length]
+        if not found:
+            refusals.check_length(self.kind, wide[-1].shape[2] if wide else length, length)
             shows = "has a block that shows no hidden states (B, T, d)"
             raise Refused(f"{self.kind} {shows}: give norms=False")
-        return found
+        return found[0]
 
     def _see_weights(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Read the weights that a legacy module returns, and take them out of its output."""

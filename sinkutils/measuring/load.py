@@ -1,4 +1,4 @@
-"""Loading language models, by a name (of Table 8 or newer), a hub id or a path.
+"""Loading language models by transformers. `names.load_lm` knows what a name stands for.
 
 What transformers would read wrongly, or without a word, is refused with advice.
 """
@@ -6,7 +6,6 @@ What transformers would read wrongly, or without a word, is refused with advice.
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 import re
 import struct
@@ -18,23 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
-from sinkutils.checks import choice, require
+from sinkutils.checks import choice
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.files import first_difference, read_config, weights_in, whole_numbers
 from sinkutils.measuring.probes import WithoutTokenizer
-from sinkutils.measuring.real import (
-    REAL_MODELS,
-    ModelUnavailable,
-    hub_id,
-    hub_reachable,
-    model_folder,
-)
+from sinkutils.measuring.real import ModelUnavailable, hub_reachable
 from sinkutils.paths import read_yaml
 
-ONE_STATE = "revision is of a hub id, and {0!r} has one state only: leave it out"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 TEKKEN = "tekken.json"  # the tokenizer of Mistral's own format
@@ -58,38 +49,6 @@ HARMLESS = re.compile(
 )
 
 
-def load_lm(
-    name_or_path: str | os.PathLike[str],
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[nn.Module, Any]:
-    """Load a causal LM and its tokenizer, as `names.load_lm`, which also knows records."""
-    name = str(name_or_path)
-    path = Path(name_or_path)
-    kind = find_dtype(dtype)
-    target = None if device == "auto" else find_device(device)
-    # The name is that of a local path, of a model from pip, or of one on the hub.
-    here = name != "" and path.exists()
-    lowered = name.lower()  # REAL_MODELS has lower-case names
-    real = not here and lowered in REAL_MODELS
-    require(revision is None or not (here or real), ONE_STATE.format(name))
-    reason = why_not(path) if here else ""
-    if reason:
-        raise ModelUnavailable(f"{name!r} {reason}")
-    where = name
-    if real:
-        where = str(model_folder(lowered))
-    elif not here:
-        where = hub_id(name)
-    model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
-    if real:  # reports shall show this name, not the path of a cache folder
-        model.name_or_path = model.config.name_or_path = lowered
-    return model, tokenizer
-
-
 def find_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """The dtype of this name. Raises ValueError unless it is None or one of DTYPES."""
     if dtype is None:
@@ -99,7 +58,7 @@ def find_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def _load_transformers(
+def from_transformers(
     name: str,
     target: torch.device | None,
     dtype: Any,

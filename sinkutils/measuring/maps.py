@@ -73,10 +73,9 @@ def report(
     check_bos(bos)
     if scale is not None:
         real("scale", scale, "positive and finite", more=True)
-    layers = layers_of(q=q, k=k, sinks=sinks) if maps is None else layers_of(maps=maps)
     windows: dict[int, int | None] = {}
     tally: Tally | None = None
-    for layer, arrays in enumerate(layers):
+    for layer, arrays in enumerate(layers_of(maps=maps, q=q, k=k, sinks=sinks)):
         first, *_ = arrays.values()
         if first is None:
             continue
@@ -88,6 +87,7 @@ def report(
             shape = B, T
             checked = check_targets(targets, T)
             tally = Tally(checked, T, norms=False, heads=distinct_pairs(heads))
+            tally.begin(None, range(B))
         of_first = f"the first layer {shape[0]} of {shape[1]}"
         require((B, T) == shape, f"layer {layer + 1} has {B} texts of {T} tokens, and {of_first}")
         if from_maps:
@@ -100,10 +100,9 @@ def report(
     tally.refuse_heads()
     path = "given maps" if from_maps else "given queries and keys"
     source: Any = SimpleNamespace(path=path, windows=windows, model=torch.nn.Module())
-    places = torch.arange(shape[0])
     lengths = torch.full((shape[0],), shape[1])
     try:
-        result = tally.report(source, places, lengths, check_epsilons(epsilons))
+        result = tally.report(source, lengths, check_epsilons(epsilons))
     except NotFinite as error:
         raise NotFinite("attention is not finite: products of q and k overflow") from error
     result.name = name

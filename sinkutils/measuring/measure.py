@@ -6,14 +6,15 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sinkutils.checks import Refused, integer, require, short
-from sinkutils.measuring.batches import Ids, Inputs
+from sinkutils.measuring.batches import Batch, Ids, Inputs
 from sinkutils.measuring.report import Report, check_bos, check_epsilons, check_targets
 from sinkutils.measuring.tally import ONE_AT_A_TIME, LeftAsFound, Source, Tally
 
@@ -90,24 +91,56 @@ def measure(
         "the batch, as attention_mask and decoder_attention_mask",
     )
     inputs = Inputs(ids, attention_mask, targets)
-    texts = inputs.texts
-    lengths = inputs.lengths
     targets = check_targets(targets, inputs.ids.shape[1])
     epsilons = check_epsilons(epsilons)
     if batch_size is not None:
         batch_size = integer("batch_size", batch_size, least=1)
     pairs = distinct_pairs(heads)
     check_bos(bos)
-    check_weights(model)
     every_bos = token_ids(model, "bos_token_id")  # the ids of BOS, if the model names any
     # A decoder's texts may begin with a token of their own, and BOS then follows it.
     firsts = every_bos | token_ids(model, "decoder_start_token_id")
     if "attention_mask" not in inputs.entries:
         warn_of_padding(inputs.ids, model, firsts)
-    warn_of_two_bos(texts, every_bos)
+    warn_of_two_bos(inputs.texts, every_bos)
     # --- the forward passes
-    tally = Tally(targets, int(lengths.max()), norms, pairs, entropy)
-    order: list[int] = []  # the indices of the texts, in the order in which they run
+    tally = Tally(targets, int(inputs.lengths.max()), norms, pairs, entropy)
+    passes = watched(model, inputs, tally, batch_size, exact=exact, check=check)
+    with passes as (source, batches, _):
+        for batch in batches:
+            tally.begin(batch.texts, batch.places)
+            source.run(batch.ids, batch.entries)
+            tally.refuse_heads()
+    report = tally.report(source, inputs.lengths, epsilons)
+    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
+    report.skipped = inputs.skipped
+    report.digest = digest(inputs.texts)
+    report.packed = source.packed
+    if bos is None and firsts:
+        bos = all(int(text[0]) in firsts for text in inputs.texts)
+    report.bos = bos
+    warn_of_texts(report)
+    return report
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    inputs: Inputs,
+    tally: Tally,
+    batch_size: int | None = None,
+    tokens: int = TOKENS_A_BATCH,
+    *,
+    exact: bool = False,
+    check: bool = True,
+) -> Iterator[tuple[Any, list[Batch], LeftAsFound]]:
+    """A context in which the model is in eval mode, without gradients, and its attention is read.
+
+    When it ends, the model is in its original state. Yields the `Source` that observes the model,
+    the passes, and the state to which changes are added.
+    batch_size, tokens: texts, or else tokens, in a pass. The others: as in `measure`.
+    """
+    check_weights(model)
     state = LeftAsFound()
     # Entered twice: if an interrupt stops the inner context while it restores the model, the outer
     # one restores it.
@@ -124,30 +157,14 @@ def measure(
             from sinkutils.measuring.passes import Measuring
 
             source = observe(model, Measuring(tally, exact), state)
-        tokens = check_range(texts, source.vocabulary)
+        known = check_range(inputs.texts, source.vocabulary)
         inputs.keep(source)
         source.check_positions(inputs.positions)
-        batches = list(inputs.batches(min(TOKENS_A_BATCH, source.tokens_a_batch), batch_size))
-        longest = batches[-1]
+        batches = list(inputs.batches(min(tokens, source.tokens_a_batch), batch_size))
         if check and inputs.positions > 1:
-            source.check(short_text(tokens, inputs.positions), longest.ids, longest.entries)
-        for batch in batches:
-            tally.texts = batch.texts
-            source.run(batch.ids, batch.entries)
-            tally.refuse_heads()
-            order += batch.places
-    # --- the report: `places` restores the order of the texts
-    places = torch.tensor(order, device="cpu").argsort()
-    report = tally.report(source, places, lengths, epsilons)
-    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-    report.skipped = inputs.skipped
-    report.digest = digest(texts)
-    report.packed = source.packed
-    if bos is None and firsts:
-        bos = all(int(text[0]) in firsts for text in texts)
-    report.bos = bos
-    warn_of_texts(report)
-    return report
+            longest = batches[-1]
+            source.check(short_text(known, inputs.positions), longest.ids, longest.entries)
+        yield source, batches, state
 
 
 def is_ours(model: Any) -> bool:

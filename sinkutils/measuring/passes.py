@@ -13,6 +13,7 @@ compares the first results of a kernel with exact rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Pass:
 
     as_named = False  # whether the functions that the model names run, with their own masks
     looks = False  # whether hidden states are read
-    front = 0  # number of keys that a cache puts in front of the text
+    front: int = 0  # number of keys that a cache puts in front of the text
 
     @property
     def texts(self) -> Sequence[slice]:
@@ -82,31 +83,25 @@ class Pass:
         """Read the output of a block, (B, S, T, d)."""
 
 
+@dataclass
 class Measuring(Pass):
     """Add the attention of every layer to a tally.
 
     A fused kernel computes it where one can and has proved right. Otherwise whole rows are
-    computed. exact: always compute whole rows.
-    The last three arguments are for surgery: an edit of q, k or v; keys that are hidden; and the
-    number of keys that a cache puts in front of the text.
+    computed.
     """
 
-    def __init__(
-        self,
-        tally: Tally,
-        exact: bool = False,
-        edit: Edit | None = None,
-        hidden: Tensor | None = None,
-        front: int = 0,
-    ) -> None:
-        self.tally = tally
-        self.exact = exact
-        self.edit = edit
-        self.hidden = hidden  # (T, T): True where query i may not see key j
-        self.front = front
-        self.looks = tally.norms
-        # (module, whether there is a mask) -> whether the kernel proved right
-        self.proved: dict[tuple[nn.Module, bool], bool] = {}
+    tally: Tally
+    exact: bool = False  # always compute whole rows
+    # For surgery:
+    edit: Edit | None = None  # of q, k or v
+    hidden: Tensor | None = None  # (T, T): True where query i may not see key j
+    front: int = 0  # the number of keys that a cache puts in front of the text
+    # (module, whether there is a mask) -> whether the kernel proved right
+    proved: dict[tuple[nn.Module, bool], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.looks = self.tally.norms
 
     @property
     def texts(self) -> Sequence[slice]:

@@ -119,7 +119,7 @@ def one_by_one(texts: Any) -> Iterator[str]:
         f"columns; got {short(texts)}",
     )
     for index, text in enumerate(chain(first, iterator)):
-        in_batches = isinstance(texts, DataLoader) and isinstance(text, list | tuple)
+        in_batches = isinstance(texts, DataLoader | Pieces) and isinstance(text, list | tuple)
         for part in text if in_batches else [text]:
             instance(f"texts[{index}]", part, str)
             yield part
@@ -127,7 +127,7 @@ def one_by_one(texts: Any) -> Iterator[str]:
 
 def is_stream(texts: Any) -> bool:
     """Whether texts come one after the other from somewhere, perhaps without an end."""
-    return not hasattr(texts, "__len__") or isinstance(texts, DataLoader)
+    return not hasattr(texts, "__len__") or isinstance(texts, DataLoader | Pieces)
 
 
 def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: Any) -> np.ndarray:
@@ -136,9 +136,10 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: Any) 
     Of a stream, the first READ_AHEAD * n windows are those that are drawn from.
     """
     generator = np.random.default_rng(seed)
-    if isinstance(texts, Pieces):
+    windows = []
+    if n is not None and isinstance(texts, Pieces):
         windows = _windows_of_pieces(tokenizer, n, needed, generator, texts)
-    else:
+    if not windows:
         windows = [x for _, each in read_ahead(tokenizer, n, needed, texts) for x in each]
     least = n or 1
     require(
@@ -163,7 +164,8 @@ def read_ahead(
         if stream and n and count >= READ_AHEAD * n:
             return
         if stream and max(index, count) >= LONGEST_STREAM:
-            require(n is not None, f"texts have not ended after {index + 1}: say n=..")
+            seen = f"texts have not ended after {index + 1}, with {count:,} windows"
+            require(n is not None, f"{seen}: say how many are to be drawn (n)")
             return
 
 
@@ -174,34 +176,20 @@ def _cut(tokenizer: Any, text: str, needed: int) -> list[list[int]]:
 
 
 def _windows_of_pieces(
-    tokenizer: Any, n: int | None, needed: int, generator: np.random.Generator, pieces: Pieces
+    tokenizer: Any, n: int, needed: int, generator: np.random.Generator, pieces: Pieces
 ) -> list[list[int]]:
-    """Windows of large files: all if n is None, else about n, equally many of pieces that are drawn.
+    """About n windows of large files, equally many of pieces that are drawn.
 
-    Only these pieces are read and tokenised. If they do not have n windows, all pieces are.
+    Only these pieces are read and tokenised. There are no windows if all pieces have fewer than n.
     """
-
-    def of_piece(index: int) -> list[list[int]]:
-        return [window for text in pieces[index] for window in _cut(tokenizer, text, needed)]
-
+    of_each = -(-n // len(pieces))  # n / len(pieces), rounded up
     windows: list[list[int]] = []
-    if n is not None:
-        of_each = -(-n // len(pieces))  # n / len(pieces), rounded up
-        for index in generator.permutation(len(pieces)):
-            its_own = of_piece(index)
-            some = generator.permutation(len(its_own))[:of_each]
-            windows += [its_own[i] for i in some]
-            if len(windows) >= n:
-                return windows
-        windows = []
-    for index in range(len(pieces)):
-        windows += of_piece(index)
-        require(
-            n is not None or len(windows) < LONGEST_STREAM,
-            f"the text has more than {LONGEST_STREAM:,} windows of {needed} tokens: say how many "
-            "are to be drawn (n)",
-        )
-    return windows
+    for index in generator.permutation(len(pieces)):
+        its_own = [window for text in pieces[index] for window in _cut(tokenizer, text, needed)]
+        windows += [its_own[i] for i in generator.permutation(len(its_own))[:of_each]]
+        if len(windows) >= n:
+            return windows
+    return []
 
 
 def _natural(tokenizer: Any, n: int, needed: int, seed: int, texts: Any) -> np.ndarray:

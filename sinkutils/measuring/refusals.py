@@ -145,8 +145,7 @@ def decoder_of(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
     state = LeftAsFound()
     with ONE_AT_A_TIME, state, state, suppress(HandedOver):
         state.evaluate(model)
-        kwargs_too = decoder._forward_pre_hooks_with_kwargs
-        state.hook(decoder._forward_pre_hooks, note, with_kwargs=kwargs_too)
+        state.hook(decoder, note, before=True)
         try:
             getattr(model, "_orig_mod", model)(**tree_map(moved, dict(batch)))
         except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -199,17 +198,13 @@ class Arguments:
         """Refuse a forward that does not run on the ids and on what is given beside them."""
         if "input_ids" not in self.parameters and not self.takes_any:
             raise Refused(f"{self.kind} takes no input_ids, but {', '.join(self.parameters)}")
-        lacking = []
-        for name, parameter in self.parameters.items():
-            several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            needed = parameter.default is parameter.empty and not several
-            if needed and name not in ("input_ids", *given):
-                lacking.append(name)
-        require(
-            not lacking,
-            f"{self.kind} does not run on ids alone: its forward also needs {', '.join(lacking)}; "
-            "give it with input_ids in a mapping, or give the text decoder",
-        )
+        try:
+            inspect.Signature([*self.parameters.values()]).bind(input_ids=None, **given)
+        except TypeError as error:
+            raise Refused(
+                f"{self.kind} does not run on ids alone, {error} of its forward: give that with "
+                "input_ids in a mapping, or give the text decoder"
+            ) from error
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:

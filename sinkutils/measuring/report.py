@@ -9,6 +9,7 @@ This module imports no PyTorch, so that a table of records is made without it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -285,7 +286,10 @@ class Report:
             result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         measured = {name: getattr(self, name) for name in BY_POSITION}
         result |= {name: value for name, value in measured.items() if value is not None}
-        return dict(_plain(result))
+        # Tensors and tuples become lists, keys text, and floats are rounded.
+        text = json.dumps(result, default=lambda x: x.tolist())
+        rounded: dict[str, Any] = json.loads(text, parse_float=lambda x: round(float(x), DIGITS))
+        return rounded
 
     def summary(self) -> dict[str, float]:
         """The few numbers by which models are compared. Those that were not measured are left out.
@@ -380,9 +384,7 @@ class Report:
 
     def _forecast_line(self) -> str:
         """The forecast in one line."""
-        largest = {part: 0.0 for part in "hkv"}
-        for (part, _), values in self.maxima.items():
-            largest[part] = max(largest[part], float(values.max()))
+        largest = self.peaks.groupby("part")[["first", "others"]].max().max(axis=1)
         over = [part for part, value in largest.items() if value > FLOAT16]
         sizes = ", ".join(f"{part} {value:.3g}" for part, value in largest.items())
         forecast = self.forecast
@@ -467,19 +469,6 @@ class Report:
         """The indicator [alpha_k > eps], 0 or 1, (samples, layers, heads)."""
         check_epsilons((eps,))
         return (self.of(k) > eps).double()
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value for JSON: tensors and tuples to lists, keys to text, floats rounded."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float):
-        return round(value, DIGITS)
-    return value
 
 
 def check_bos(bos: Any) -> None:

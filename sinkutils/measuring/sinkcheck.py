@@ -23,14 +23,7 @@ from torch import Tensor
 
 from sinkutils.checks import Refused, choice, first_line, real, require, short
 from sinkutils.measuring import faults
-from sinkutils.measuring.faults import (
-    DIFFERENTIABLE,
-    FAULTS,
-    SINK_GRADIENTS,
-    Attention,
-    Call,
-    oracle,
-)
+from sinkutils.measuring.faults import DIFFERENTIABLE, FAULTS, Attention, Call, oracle
 from sinkutils.measuring.maps import as_tensor
 
 if TYPE_CHECKING:
@@ -87,14 +80,13 @@ def reference() -> dict[str, Case]:
 class Stopped(Exception):
     """A part cannot be compared."""
 
-    def __init__(self, says: str, verdict: str = "broken") -> None:
-        super().__init__(says)
-        self.verdict = verdict
+    verdict = "broken"
 
 
-def unsupported(says: str) -> Stopped:
+class Unsupported(Stopped):
     """The kernel does not offer what a case needs."""
-    return Stopped(says, "not supported")
+
+    verdict = "not supported"
 
 
 @dataclass
@@ -246,14 +238,13 @@ class Kernel:
         except (TypeError, ValueError):  # a built-in function may have no signature
             self.takes_all = True
 
-    def moved(self, call: Call, leaves: bool = False) -> Call:
-        """A copy of the call, in the kernel's dtype. leaves: its tensors need gradients."""
+    def moved(self, call: Call) -> Call:
+        """A copy of the call, in the kernel's dtype."""
         parts: dict[str, Any] = {}
         for name, x in call._asdict().items():
             if isinstance(x, Tensor):
                 dtype = self.dtype if name in DIFFERENTIABLE else x.dtype
                 parts[name] = x.to(self.device, dtype, copy=True)
-                parts[name].requires_grad_(leaves and name in DIFFERENTIABLE)
         return call._replace(**parts)
 
     def values(self, call: Call, return_lse: bool = True) -> tuple[Tensor, Tensor]:
@@ -272,13 +263,13 @@ class Kernel:
             if name in self.names or (needed and self.takes_all):
                 given[name] = False if value is None and name == "return_lse" else value
             elif needed:
-                raise unsupported(f"it takes no {name}")
+                raise Unsupported(f"it takes no {name}")
         tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
         before = {name: x.detach().clone() for name, x in tensors.items()}
         try:
             result = self.function(call.q, call.k, call.v, **given)
         except NotImplementedError as error:
-            raise unsupported(first_line(error)) from error
+            raise Unsupported(first_line(error)) from error
         except Exception as error:
             raise Stopped(f"it raises {first_line(error)}") from error
         for name, x in tensors.items():
@@ -288,7 +279,7 @@ class Kernel:
             return self._checked("the output", result, call), torch.empty(0)
         if not isinstance(result, tuple | list) or len(result) != 2:
             if "return_lse" not in self.names:
-                raise unsupported("it ignores return_lse")
+                raise Unsupported("it ignores return_lse")
             raise Stopped("with return_lse it returns no pair of output and log-sum-exp")
         out, lse = result
         return self._checked("the output", out, call), self._checked("the log-sum-exp", lse, call)
@@ -409,16 +400,17 @@ class Comparison:
 
     def gradients(self) -> list[Outcome]:
         """The outcomes of the gradients of q, k, v and the sinks."""
+
+        def attention(call: Call) -> tuple[Tensor, Tensor]:
+            out, lse = self.kernel.result(call)
+            if not out.requires_grad:
+                raise Unsupported("its output has no gradient")
+            return out, lse
+
         case = self.case
-        call = self.kernel.moved(case.call, leaves=True)
-        leaves = {x: getattr(call, x) for x in case.gradients}
+        call = self.kernel.moved(case.call)
         try:
-            with torch.enable_grad():
-                out, _ = self.kernel.result(call)
-                if not out.requires_grad:
-                    raise unsupported("its output has no gradient")
-                total = (out * case.cotangent.to(out)).sum()
-            gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+            gradients = faults.gradients(attention, call, case.cotangent)
         except Stopped as reason:
             says = "where gradients are needed " if reason.verdict == "broken" else ""
             return [Outcome(self.name, "gradients", reason.verdict, says=f"{says}{reason}")]
@@ -428,13 +420,12 @@ class Comparison:
             says = f"the backward pass raises {first_line(error)}"
             return [Outcome(self.name, "gradients", "broken", says=says)]
         outcomes = []
-        for x, gradient in zip(leaves, gradients, strict=True):
+        for x, gradient in gradients.items():
             part = f"gradient of {x}"
-            want = case.gradients[x]
-            got = torch.zeros_like(want) if gradient is None else gradient.cpu().double()
+            got = gradient.cpu().double()
             outcome = Outcome(self.name, part, "broken", says=f"the {part} is nan or infinite")
             if got.isfinite().all():
-                outcome = self.compared(part, got, want, faulty_gradients(case, x))
+                outcome = self.compared(part, got, case.gradients[x], faulty_gradients(case, x))
             outcomes.append(outcome)
         return outcomes
 
@@ -444,7 +435,7 @@ def faulty_gradients(case: Case, x: str) -> Iterator[tuple[str, Tensor]]:
     call, cotangent = case.call, case.cotangent
     if x == "sinks":
         terms = faults.of_each_query(call, cotangent)
-        for fault, change in SINK_GRADIENTS.items():
+        for fault, change in faults.SINK_GRADIENTS.items():
             yield f"the gradient of the sink {fault}", change(terms, call)
     else:
         yield f"the gradient of {x} is missing", case.gradients[x] * 0

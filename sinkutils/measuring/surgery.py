@@ -38,14 +38,14 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkutils.checks import choice, integer, integers, require, short
 from sinkutils.measuring import families
-from sinkutils.measuring.batches import Batch, Ids, Inputs
-from sinkutils.measuring.hf import Capture, observe
-from sinkutils.measuring.measure import check_range, measure, short_text
+from sinkutils.measuring.batches import Ids, Inputs
+from sinkutils.measuring.hf import Capture
+from sinkutils.measuring.measure import check_range, measure, watched
 from sinkutils.measuring.own import OwnModel
 from sinkutils.measuring.passes import Measuring, Pass
 from sinkutils.measuring.refusals import Arguments
 from sinkutils.measuring.report import Report, check_targets
-from sinkutils.measuring.tally import ONE_AT_A_TIME, Edit, LeftAsFound, Tally, changed
+from sinkutils.measuring.tally import Edit, LeftAsFound, Tally, changed
 from sinkutils.model.decoder import TransformerLM
 
 __all__ = ["Outcome", "edit", "hide", "set_back", "stream", "transplant", "untouched"]
@@ -159,11 +159,11 @@ def edit_block(
 ) -> None:
     """Change the hidden states that a block passes on, or the neurons of its FFN, by a hook."""
 
-    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    def before(_: nn.Module, args: tuple[Tensor], kwargs: Any) -> Any:
         (x,) = args
         # OPT, for instance, puts all tokens of a batch into one axis
         by_text = x.unflatten(0, source.shape) if x.ndim == 2 else x
-        return (changed(change, by_text).view_as(x),)
+        return (changed(change, by_text).view_as(x),), kwargs
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -177,11 +177,11 @@ def edit_block(
 
     if place == "block":
         # This hook comes first, so that the hook that measures norms sees the changed states.
-        state.hook(block._forward_hooks, source.here(after), first=True)
+        state.hook(block, source.here(after), first=True)
     else:
         own = isinstance(source, OwnModel)
         down = block.get_submodule("ffn.down") if own else second_projection(source, block)
-        state.hook(down._forward_pre_hooks, source.here(before))
+        state.hook(down, source.here(before), before=True)
 
 
 def second_projection(source: Capture, block: nn.Module) -> nn.Module:
@@ -347,29 +347,21 @@ def operating(
     require(not inputs.whole, f"{alone}: give each text a row of its own")
     shortest = int(inputs.lengths.min())
     require(shortest > 1, "a loss is of a token behind another, and a text of ids has one token")
-    state = LeftAsFound()
-    with ONE_AT_A_TIME, state, state:  # entered twice because of interrupts, see `LeftAsFound`
-        state.evaluate(model)
-        source: OwnModel | Capture
-        if isinstance(model, TransformerLM):
-            source = OwnModel(model, Tally(TARGETS, int(inputs.lengths.max())))
-        else:
-            source = observe(model, Pass(), state)
+    tally = Tally(TARGETS, int(inputs.lengths.max()))
+    with watched(model, inputs, tally, tokens=ELEMENTS) as (source, batches, state):
+        if isinstance(source, Capture):
+            source.doing = Pass()
             state.set(source.config, "return_dict", True)  # we read output.logits
+            if source.outer is source.base:  # which computes none
+                source.outer = source.model
+                source.arguments = Arguments(source.model, source.model, source.base, False)
             wanted = "a TransformerLM or a causal LM of transformers"
             has_logits = source.model.get_output_embeddings() is not None
             require(has_logits, f"surgery needs {wanted}, got {source.kind}")
-        tokens = check_range(inputs.texts, source.vocabulary)
-        inputs.keep(source)
-        source.check_positions(inputs.positions)
-        *_, longest = inputs.batches(source.tokens_a_batch)
-        # The check also finds out which attention functions the model uses.
-        source.check(short_text(tokens, inputs.positions), longest.ids, longest.entries)
-        if isinstance(source, Capture):
             outside = "has attention outside transformers' interface, in which surgery can change"
             require(not source.legacy, f"{source.kind} {outside} nothing")
             other = "keeps something else than keys and values of each layer between tokens"
-            keeps = not cache or keeps_keys_and_values(source, longest.ids[:1, :1])
+            keeps = not cache or keeps_keys_and_values(source, batches[-1].ids[:1, :1])
             require(keeps, f"{source.kind} {other}")
         yield source, inputs, state
 
@@ -418,10 +410,10 @@ def run(
     losses: list[Tensor] = []
     likeliest: list[Tensor] = []
     shares: list[Tensor] = []
-    order: list[int] = []
     # The number of texts in a batch, so that their logits fit in memory
     logits_a_text = (last or int(lengths.max()) - 1) * source.vocabulary
     for batch in inputs.batches(0, max(1, ELEMENTS // logits_a_text)):
+        tally.begin(None, batch.places)
         scored = last or batch.ids.shape[1] - 1
         if isinstance(source, OwnModel):
             source.tally = tally
@@ -433,7 +425,12 @@ def run(
             past = cache(len(batch.ids)) if cache else None
             front = past.get_seq_length() if past else 0
             source.doing = Measuring(tally, True, edit, hidden, front)
-            logits = logits_of(source, batch, past, last)
+            entries = dict(batch.entries)
+            if "logits_to_keep" in source.arguments.options:
+                entries["logits_to_keep"] = last + 1 if last else 0  # 0: all
+            if past is not None:
+                entries |= {"past_key_values": past, "use_cache": True}
+            logits = source.run(batch.ids, entries).logits
         # The logits at position i predict token i + 1, so those at the last position are left out.
         logits = logits[:, -scored - 1 : -1].float()  # (B, scored, V)
         highest, tokens = logits.topk(min(LIKELIEST, logits.shape[-1]))
@@ -442,31 +439,10 @@ def run(
         # ids may be int32, which cross_entropy refuses
         labels = batch.ids[:, -scored:].long().to(logits.device)
         losses += F.cross_entropy(logits.mT, labels, reduction="none").cpu()  # (B, scored)
-        order += batch.places
-    places = torch.tensor(order, device="cpu").argsort()
-    report = tally.report(source, places, lengths, (0.3,))
+    report = tally.report(source, lengths, (0.3,))
 
     def in_order(rows: list[Tensor], fill: float) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=fill)[places]
+        return tally.in_order([pad_sequence(rows, batch_first=True, padding_value=fill)])
 
     nan = torch.nan
     return Outcome(in_order(losses, nan), in_order(likeliest, -1), in_order(shares, nan), report)
-
-
-def logits_of(source: Capture, batch: Batch, past: Any, last: int | None) -> Tensor:
-    """The logits of a forward pass by what the user handed over, or by the causal LM inside.
-
-    past: the cache that stands in front of the texts. last: as in `untouched`.
-    """
-    called = source.model if source.outer is source.base else source.outer
-    options = Arguments(called, source.model, source.base, False).options | batch.entries
-    options.pop("logits_to_keep", None)
-    if last is not None:
-        options["logits_to_keep"] = last + 1
-    if past is not None:
-        options |= {"past_key_values": past, "use_cache": True}
-    source.start(batch.ids)
-    output = called(input_ids=batch.ids.to(source.device), **options)
-    source.finish()
-    logits: Tensor = output.logits
-    return logits

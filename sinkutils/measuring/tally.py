@@ -124,6 +124,7 @@ class Tally:
         self.sums: Sums = defaultdict(dict)
         # Where the texts of the current pass stand in its only row; None: each row is one text.
         self.texts: Sequence[slice] | None = None
+        self.order: list[int] = []  # the indices of the texts, in the order in which they ran
 
     def heads_of(self, layer: int, count: int) -> list[int]:
         """The heads of this layer that are kept. count: how many heads the layer has."""
@@ -275,18 +276,28 @@ class Tally:
         there = f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}"
         require(not missing, f"{lacking}; {there}")
 
-    def report(
-        self, source: Source, places: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
-    ) -> Report:
+    def begin(self, texts: Sequence[slice] | None, places: Sequence[int]) -> None:
+        """Begin another pass. texts: as above. places: the index of each of its texts."""
+        self.texts = texts
+        self.order += places
+
+    def in_order(self, batches: Sequence[Tensor]) -> Tensor:
+        """Join what each pass, or each text, has shown, and put it into the order of the ids."""
+        places = torch.tensor(self.order, device="cpu").argsort()
+        return torch.cat(list(batches)).cpu()[places]
+
+    def report(self, source: Source, lengths: Tensor, epsilons: tuple[float, ...]) -> Report:
         """Make the report from all numbers that were added.
 
         source: what ran the model.
-        places: (samples,), the index of each sample in the order in which the samples ran.
         lengths: (samples,), the length of each sample.
         Raises NotFinite for nan and infinite numbers, and ValueError if layers have different
         numbers of heads.
         """
-        values = self._in_order(places)
+        values: Any = defaultdict(dict)
+        for name, by_layer in self.values.items():
+            for layer, batches in sorted(by_layer.items()):
+                values[name][layer] = self.in_order(batches)
         alphas = values["alpha"]  # layer -> (samples, targets, heads)
         counts = sorted({alpha.shape[-1] for alpha in alphas.values()})
         several = f"layers have different numbers of heads ({counts}), which a report cannot hold"
@@ -320,14 +331,6 @@ class Tally:
             reason = why_not_finite(source.model)
             raise NotFinite(f"attention or hidden states are not finite: {reason}")
         return report
-
-    def _in_order(self, places: Tensor) -> Any:
-        """Join the batches of `values` to tensors (samples, ..), in the order of the ids."""
-        values: Any = defaultdict(dict)
-        for name, by_layer in self.values.items():
-            for layer, batches in sorted(by_layer.items()):
-                values[name][layer] = torch.cat(batches).cpu()[places]
-        return values
 
     def _means(self, lengths: Tensor) -> dict[str, Any]:
         """The means over samples of norms and elements, under the names of the report's fields."""
@@ -415,19 +418,25 @@ class LeftAsFound:
         _set_modes([(module, False) for module, _ in modes])
 
     def hook(
-        self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None, first: bool = False
+        self,
+        module: nn.Module,
+        hook: Callable[..., Any],
+        *,
+        before: bool = False,
+        first: bool = False,
     ) -> None:
-        """Add a hook to a module's table of hooks, for instance `module._forward_hooks`.
+        """Add a hook that is called as hook(module, args, output) once the module has run.
 
         It does the same as `register_forward_hook`, but notes how to remove the hook before it adds
         it: no interrupt can come in between.
-        with_kwargs: the module's table of hooks that also take keyword arguments, if this one does.
-        first: whether it runs before the other hooks of the table.
+        before: call hook(module, args, kwargs) before the module runs instead.
+        first: whether it runs before the module's other hooks.
         """
-        tables = () if with_kwargs is None else with_kwargs
-        handle = RemovableHandle(hooks, extra_dict=tables)
+        hooks: Any = module._forward_pre_hooks if before else module._forward_hooks
+        with_kwargs: Any = module._forward_pre_hooks_with_kwargs
+        handle = RemovableHandle(hooks, extra_dict=with_kwargs)
         self.steps.append(handle.remove)
-        if with_kwargs is not None:
+        if before:
             with_kwargs[handle.id] = True
         hooks[handle.id] = hook
         if first:

@@ -171,8 +171,7 @@ def prove(source: Capture, ids: Tensor, entries: Mapping[str, Any]) -> None:
     with LeftAsFound() as state:
         for number, block in enumerate(source.blocks):
             see = source.here(partial(proving.takes, number))
-            kwargs_too = block._forward_pre_hooks_with_kwargs
-            state.hook(block._forward_pre_hooks, see, with_kwargs=kwargs_too)
+            state.hook(block, see, before=True)
         watched = source.run(ids, entries)
     for layer, weights in proving.maps.items():
         same = [i for i, x in enumerate(dense.maps) if _is_map(x, weights)]

@@ -83,6 +83,9 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.places)
 
+    def __iter__(self) -> Iterator[list[str]]:
+        return (self[index] for index in range(len(self)))
+
     def __getitem__(self, index: int) -> list[str]:
         file, start = self.places[index]
         stop = start + PIECE_BYTES

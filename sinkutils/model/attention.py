@@ -419,17 +419,8 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
     return share.masked_fill(empty, 0)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
-    """Raise ValueError, which names the argument and its proper shape, if inputs do not fit."""
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    same = q.shape == k.shape == v.shape and q.ndim == 4 and q.shape[2] >= 1
-    wanted = "q, k and v must have one shape (B, H, T, D) with T at least 1"
-    require(same, f"{wanted}, got {shapes}")
-    check_extras(q, v, spec, extras, q.shape[2])
-
-
 def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, length: int) -> None:
-    """The same of the inputs beside q, k and v. length: one more than the largest distance."""
+    """Refuse inputs that do not fit, by name. length: one more than the largest distance."""
     _, heads, _, head_dim = q.shape
     even = head_dim % 2 == 0 or not spec.differential
     require(even, "differential attention needs an even head dimension (D of q)")

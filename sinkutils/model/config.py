@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sinkutils import checks
 from sinkutils.checks import Refused, choice, real, require
 
-# The names of f and phi. `attention.SIMILARITIES` and `attention.KERNELS` have the functions.
+# The names of f, to which `attention.register` adds; `attention.SIMILARITIES` has the functions.
 # softpick (Zuhri et al. 2025) is relu(e^s - 1) / sum |e^s - 1|, see `attention.normalise`.
 SIMILARITY_NAMES = ["exp", "sigmoid", "elu", "linear", "relu", "softpick"]
-KERNEL_NAMES = ("identity", "elu", "mlp")
-OPERATION_CHOICES = {
-    "similarity": SIMILARITY_NAMES,
-    "kernel": KERNEL_NAMES,
-    "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
-    "bias": ("none", "kv", "k", "v"),
-    "fixed_value": ("zero", "first", "uniform"),
-    "sink_logit": ("none", "zero", "learned"),
-}
 # The other position terms rotate q and k (rotary) or are added to the embeddings (absolute,
 # learnable). `relative` adds the number of T5's bucket itself, which grows with the distance, as
 # the authors' code does. `relative_learned` is T5's own term: a learned bias for each bucket and
 # head. Eq. 6 prints a third variant: see `relative_buckets`.
 ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
-POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
 
 # Fields that have a meaning only beside another field: (field, other field, the other's values)
 NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -52,30 +42,30 @@ class AttentionSpec:
     """
 
     similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
-    # phi, applied to q and k: identity, elu (plus one), mlp (one for q, k and all heads)
-    kernel: str = "identity"
+    # phi, applied to q and k: elu is plus one, mlp is one for q, k and all heads
+    kernel: Literal["identity", "elu", "mlp"] = "identity"
     # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
-    normalizer: str = "sum"
+    normalizer: Literal["sum", "none", "max_abs_sum", "p_norm", "length"] = "sum"
     p: float = 1.0  # the p of p_norm (Eq. 43)
     scale: float = 1.0  # alpha (Eq. 29), the sum of the weights of a row
-    bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
+    # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
+    bias: Literal["none", "kv", "k", "v"] = "none"
     bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
     # d_a: how many dimensions of k* are learned; the others are zero (Table 13)
     bias_dims: int | None = None
     # v* of bias='k' (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
-    fixed_value: str = "zero"
+    fixed_value: Literal["zero", "first", "uniform"] = "zero"
     fixed_value_norm: float = 1.0  # m
     window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
     prefix: int = 1  # p: every query also sees the first p keys (Section 6)
     logit_bias: float = 0.0  # b in sigmoid(s + b); Ramapuram et al. (2024) use -log C
     # one more logit, which has no key and value: zero (softmax plus one), learned (one per head)
-    sink_logit: str = "none"
+    sink_logit: Literal["none", "zero", "learned"] = "none"
     # A = A_1 - lambda A_2: two maps, from the even and the odd dimensions (Ye et al. 2024)
     differential: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in OPERATION_CHOICES.items():
-            choice(name, getattr(self, name), allowed)
+        choice("similarity", self.similarity, SIMILARITY_NAMES)
         real("p", self.p, "positive and finite", more=True)
         real("scale", self.scale, "positive and finite", more=True)
         checks.fields(self, logit_bias=-math.inf)
@@ -131,15 +121,6 @@ class AttentionSpec:
 
 SOFTMAX = AttentionSpec()
 
-MODEL_CHOICES = {
-    "position": POSITIONS,
-    "norm": ("pre", "post", "sandwich"),
-    "ffn": ("relu", "gelu", "swish", "reglu", "geglu", "swiglu"),
-    "head_merge": ("concat", "add"),
-    "gate": ("none", "head", "element"),
-    "normalization": ("rms", "dyt", "gated"),
-}
-
 
 @dataclass(frozen=True)
 class LMConfig:
@@ -154,27 +135,27 @@ class LMConfig:
     num_heads: int = 4  # H
     hidden_size: int = 64  # d
     intermediate_size: int = 128  # width of the FFN
-    # rotary, nope, absolute, learnable, relative, relative_learned, alibi (Appendix A)
-    position: str = "rotary"
+    position: Literal[  # Appendix A
+        "rotary", "nope", "absolute", "learnable", "relative", "relative_learned", "alibi"
+    ] = "rotary"
     # pre (Eq. 2), post (Eq. 3), or sandwich: as pre, with a norm of each sublayer's output as well
-    norm: str = "pre"
-    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
-    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
+    norm: Literal["pre", "post", "sandwich"] = "pre"
+    ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = "swiglu"  # Table 11
+    # add: heads are summed before W_O (Table 12 left)
+    head_merge: Literal["concat", "add"] = "concat"
     sink_token: bool = False  # a learnable x* before every sequence (Table 4)
     attention: AttentionSpec = SOFTMAX
     # The variants below come from later papers (data/paper/after_paper.csv).
-    # none; head, element: sigmoid(W x_i) multiplies each head's output, or its elements, before W_O
-    gate: str = "none"
+    # head, element: sigmoid(W x_i) multiplies each head's output, or its elements, before W_O
+    gate: Literal["none", "head", "element"] = "none"
     qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
     # v_j is multiplied by r / (r + c): r = |v_j|^2, and each head learns its c (Chen and Yao 2026)
     value_scale: bool = False
-    # rms; dyt: tanh(alpha h) * g replaces it, and the embeddings have a learned scale;
-    # gated: rms multiplied by a gate
-    normalization: str = "rms"
+    # dyt: tanh(alpha h) * g replaces RMSNorm, and the embeddings have a learned scale;
+    # gated: it is multiplied by a gate
+    normalization: Literal["rms", "dyt", "gated"] = "rms"
 
     def __post_init__(self) -> None:
-        for name, allowed in MODEL_CHOICES.items():
-            choice(name, getattr(self, name), allowed)
         checks.fields(self)
         spec = self.attention
         fits = self.hidden_size % self.num_heads == 0

@@ -11,13 +11,12 @@ The output is computed in one of five forms (`choose_form`):
 - "pieces" is for everything else on long sequences. It computes the logits of a few queries at a
   time, with O(T d_h) memory.
 
-The calls of a causal softmax, from the decoder down: `attention_output` checks the shapes and puts
-a k* in front of the keys (`attention.prepared`), and `_sdpa` calls the kernel.
+The calls of a causal softmax, from the decoder down: `attention_output` puts a k* in front of the
+keys (`attention.prepared`), and `_sdpa` calls the kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from sinkutils.model import attention
 from sinkutils.model.attention import Extras, divide
 from sinkutils.model.config import AttentionSpec
-from sinkutils.model.pieces import in_pieces
-from sinkutils.model.two_maps import in_two_maps
+from sinkutils.model.pieces import in_pieces, in_two_maps
 from sinkutils.model.windows import in_parts
 
 # Up to this many tokens the dense form serves. It is quick there, its memory does no harm, and in
@@ -77,20 +75,18 @@ def slow_kernel(device: str, dtype: torch.dtype) -> bool:
 def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
     """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
 
-    The decoder calls this function; the measurements need the weights and call `attend`. The
-    output is differentiable in every tensor and in the parameters of `mlp`. Raises ValueError as
-    `attention.attend` does.
+    The decoder calls this function; the measurements need the weights and call `attend`, which
+    also checks its arguments. The output is differentiable in every tensor and in the parameters
+    of `mlp`.
     """
     learned = Extras(**extras)
-    attention.check_inputs(q, k, v, spec, learned)
     if learned.mix is not None and serves_two_maps(q, k, v, learned):
         out = in_two_maps(q, k, v, spec, learned.mix)
         return out * spec.scale if spec.scale != 1 else out
     if learned.mix is not None:  # A_1 - lambda A_2, as in `attend`
-        softmax = replace(spec, differential=False)
         even, odd = attention.halves(q)
-        first = _output(even, k, v, softmax, learned)
-        second = _output(odd, k, v, softmax, learned)
+        first = _output(even, k, v, spec, learned)
+        second = _output(odd, k, v, spec, learned)
         return first - learned.mix.to(v.dtype) * second
     q, k, v = attention.prepared(q, k, v, spec, learned)
     return attention.finished(_output(q, k, v, spec, learned), spec, learned)

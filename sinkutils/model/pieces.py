@@ -323,7 +323,7 @@ def total_of(f: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         return count.expand(len(f), -1, -1).contiguous()
     if spec.normalizer == "p_norm":  # of shares of the largest, whose powers do not overflow
         top = f.amax(dim=-1, keepdim=True)
-        share = f / at_least_tiny(top)
+        share = f / top.clamp(min=torch.finfo(f.dtype).tiny)
         if spec.similarity == "linear":
             share.relu_()
         return top * share.pow_(spec.p).sum(dim=-1, keepdim=True).pow(1 / spec.p)
@@ -344,6 +344,65 @@ def slope_of_norm(f: Tensor, total: Tensor, spec: AttentionSpec) -> Tensor:
     return power.mul_(f.sign().relu_())
 
 
-def at_least_tiny(x: Tensor) -> Tensor:
-    """x, and the smallest normal number where x is below it."""
-    return x.clamp(min=torch.finfo(x.dtype).tiny)
+# ---- differential attention, (A_1 - lambda A_2) v: the two maps have half of the dimensions of q
+# and k each, and share one product with v, so that all products together cost as much as those of
+# one softmax; two softmaxes would cost twice that
+
+
+@torch._disable_dynamo
+def in_two_maps(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mix: Tensor) -> Tensor:
+    """The output (B, H, T, D) for q, k, v of this shape and one dtype; mix: lambda."""
+    # (2, B H, T, D / 2): the first map has the even dimensions.
+    maps = (x.flatten(0, 1).unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous() for x in (q, k))
+    out = TwoMaps.apply(*maps, v.flatten(0, 1), mix.to(v.dtype), q.shape[1], spec)
+    return out.unflatten(0, q.shape[:2])  # type: ignore[no-any-return]
+
+
+class TwoMaps(torch.autograd.Function):
+    """The output of `in_two_maps` and its derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mix: Tensor, heads: int, spec: AttentionSpec
+    ) -> Tensor:
+        out = torch.empty_like(v)
+        room = rooms(q[0], k[0], 2)
+        for piece in pieces(q[0], k[0], heads, spec):
+            first, second = weights_of_maps(q, k, spec, piece, room)
+            weights = first.addcmul_(second, mix, value=-1)
+            out[piece.rows] = weights @ v[piece.keys]
+        ctx.options = heads, spec
+        ctx.save_for_backward(q, k, v, mix)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads, spec = ctx.options
+        q, k, v, mix = ctx.saved_tensors
+        dq, dk, dv, dmix = map(torch.zeros_like, (q, k, v, mix))
+        scale = q.shape[-1] ** -0.5
+        room = rooms(q[0], k[0], 3)
+        for piece in pieces(q[0], k[0], heads, spec):
+            first, second = weights_of_maps(q, k, spec, piece, room)
+            above = room[2][: first.numel()].view(first.shape)
+            own = grad[piece.rows]
+            torch.addcmul(first, second, mix, value=-1, out=above)
+            dv[piece.keys].baddbmm_(above.mT, own)
+            above = product(own, v[piece.keys], room[2])  # of A_1, and -1 / lambda times of A_2
+            dmix -= above.flatten().dot(second.flatten())
+            for each, weights, factor in ((0, first, scale), (1, second, -mix * scale)):
+                ds = torch._softmax_backward_data(
+                    above, weights, -1, weights.dtype, grad_input=weights
+                )
+                dq[each][piece.rows] = ds @ k[each][piece.keys] * factor
+                dk[each][piece.keys].baddbmm_(ds.mT, q[each][piece.rows] * factor)
+        return dq, dk, dv, dmix, None, None
+
+
+def weights_of_maps(
+    q: Tensor, k: Tensor, spec: AttentionSpec, piece: Piece, room: Tensor
+) -> list[Tensor]:
+    """A_1 and A_2 of a piece, (heads, R, S), in the first two rooms."""
+    maps = [logits(q[each], k[each], spec, None, piece, room[each]) for each in (0, 1)]
+    return [torch.ops.aten._softmax(s, -1, False, out=s) for s in maps]

@@ -28,9 +28,9 @@ import torch
 from tqdm import tqdm
 
 from sinkutils import paths
-from sinkutils.__main__ import LOCKED
 from sinkutils.checks import device as find_device
 from sinkutils.checks import first_line, integer, real
+from sinkutils.commands import LOCKED
 from sinkutils.study.config import FinetuneConfig, Identity, Json, RunConfig
 from sinkutils.study.corpus import load_corpus, located
 from sinkutils.study.grid import find_preset

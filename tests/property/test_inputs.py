@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from small_models import build, eager_alpha
 from torch.testing import assert_close
 
-from sinkutils import LMConfig, TransformerLM, measure
+from sinkutils import LMConfig, TransformerLM, checks, measure
 from sinkutils.measuring.probes import PROBES, probe
 from sinkutils.model import fast
 from sinkutils.model.attention import attend
-from sinkutils.model.config import MODEL_CHOICES, OPERATION_CHOICES, AttentionSpec
+from sinkutils.model.config import SIMILARITY_NAMES, AttentionSpec
 from sinkutils.study import corpus as corpora
 from sinkutils.study import sources
 from sinkutils.study.config import (
@@ -88,8 +88,15 @@ def names_of(*kinds: type) -> list[str]:
     return [field.name for kind in kinds for field in dataclasses.fields(kind)]
 
 
+def choices_of(cls: type) -> dict:
+    """The fields that are one of several words, which their annotation lists."""
+    words = {name: kinds for name, kinds in checks.types(cls).items() if isinstance(kinds[0], str)}
+    return {name: st.sampled_from(allowed) for name, allowed in words.items()}
+
+
 SPEC = {
-    **{name: st.sampled_from(allowed) for name, allowed in OPERATION_CHOICES.items()},
+    "similarity": st.sampled_from(SIMILARITY_NAMES),
+    **choices_of(AttentionSpec),
     "logit_bias": st.floats(-5, 5),
     "differential": st.booleans(),
     "p": st.sampled_from([0.25, 0.5, 2.0, 4.0]),
@@ -107,7 +114,7 @@ MODEL = {
     "num_heads": st.integers(1, 4),
     "hidden_size": st.integers(1, 16),
     "intermediate_size": st.integers(1, 8),
-    **{name: st.sampled_from(allowed) for name, allowed in MODEL_CHOICES.items()},
+    **choices_of(LMConfig),
     **{name: st.booleans() for name in ("sink_token", "qk_norm", "value_scale")},
 }
 SMALL = dict(zip(SHAPE, (30, 12, 2, 2, 8, 8), strict=True))

@@ -730,7 +730,7 @@ class Needy(TinyLM):
 
 def test_a_forward_that_needs_more_than_ids_says_what_and_gets_it_from_a_mapping():
     model, ids = Needy(tf.LlamaConfig(vocab_size=96, num_hidden_layers=2)).eval(), tokens()
-    refuses("its forward also needs pixel_values", measure, model, ids)
+    refuses("missing a required argument: .pixel_values. of its forward", measure, model, ids)
     report = measure(model, {"input_ids": ids, "pixel_values": torch.zeros(3, 2)})
     assert_close(report.alpha, measure(model, {"input_ids": ids, "pixel_values": ids * 1.0}).alpha)
 

@@ -38,7 +38,7 @@ def saved(folder, tokenizer: bool = True):
 
 def test_a_model_is_known_by_the_papers_name_in_any_case(monkeypatch):
     asked = []
-    monkeypatch.setattr(load, "_load_transformers", lambda name, *_: (asked.append(name), None))
+    monkeypatch.setattr(load, "from_transformers", lambda name, *_: (asked.append(name), None))
     for name in ("GPT2-XL", "gpt2-xl", "owner/model"):
         load_lm(name)
     assert asked == ["openai-community/gpt2-xl"] * 2 + ["owner/model"]

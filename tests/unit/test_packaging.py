@@ -100,15 +100,12 @@ def test_the_package_holds_its_tables_and_none_of_the_records(tmp_path):
 
 def test_editors_and_type_checkers_know_every_public_name():
     stub = ast.parse((ROOT / "sinkutils" / "__init__.pyi").read_text("utf-8"))
-    homes = {}
-    for node in stub.body:
-        if isinstance(node, ast.ImportFrom):
-            home = node.module.removeprefix("sinkutils.")
-            for alias in node.names:  # surgery is a module, the others are in one
-                homes[alias.asname] = (
-                    f"{home}.{alias.asname}" if alias.asname in su.MODULES else home
-                )
-    assert homes == su._HOMES
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.asname: node.module for node in imports for alias in node.names}
+    assert homes == su._HOMES and len(homes) > 30
+    for name in homes:
+        named = getattr(su, name)
+        assert getattr(named, "__module__", named.__name__).startswith(homes[name])
 
 
 def test_importing_the_package_loads_few_modules():
@@ -290,7 +287,7 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
 
 def test_a_folder_that_has_a_project_of_its_own_is_no_checkout(tmp_path):
     (tmp_path / "sinkutils").mkdir()
-    for name in ("__init__.py", "paths.py"):
+    for name in ("__init__.py", "__init__.pyi", "paths.py"):
         shutil.copy(ROOT / "sinkutils" / name, tmp_path / "sinkutils")
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'another'\n")
     code = "from sinkutils import paths; print(paths.CHECKOUT)"

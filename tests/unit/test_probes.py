@@ -322,7 +322,7 @@ def test_a_stream_that_is_short_gives_what_its_list_gives_and_one_without_an_end
     assert probe("natural", RAW, 8, 8, texts=late).shape == (8, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "LONGEST_STREAM", 1000)
-        refuses("say n=", probe, texts=Counted(), tokenizer=RAW, length=8)
+        refuses("say how many", probe, texts=Counted(), tokenizer=RAW, length=8)
         refuses("0 windows", probe, texts=iter(["w1"] * 5000), tokenizer=RAW, length=8, n=2)
         refuses("0 of 1020 doc", probe, "natural", RAW, 2, 8, texts=itertools.repeat("w1"))
 
