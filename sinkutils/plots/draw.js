@@ -8,7 +8,7 @@ const TONES = { ink: "#222222", grey: "#707070", light: "#b8b8b8", ground: "#fff
 // The words in pictures, which the lab has in other languages too.
 const WORDS = { point: ".", attention: "attention", own: "own key", share: "share of attention",
   block: "block", everyHead: "Attention of every head to the first token",
-  head: "Head {head} of block {block}: α₁ = {alpha}", gives: "It gives {list}.",
+  head: "Head {head} of block {block}: α₁ = {alpha}",
   to: "{share} to {key}", toOwn: "the key of its own", logit: "logit", logitOf: "logit of {key}",
   with: "softmax with {key}", spent: "spent on the other keys", length: "length of the output" };
 const say = (words, values) => words.replace(/\{(\w+)\}/g, (_, name) => values[name]);
@@ -99,17 +99,20 @@ function drawMap(holder, { labels, share, starAt, title, query, key, width, sink
   const T = labels.length, names = labels.map((label) => short(label, width < 400 ? 7 : 10));
   const longest = Math.max(...[...names, WORDS.own].map((name) => name.length));
   const columns = T + (starAt ? 2 : 0); // the own key's, and a gap
-  const side = Math.max(9.4, Math.min(24, (width - 7.5 * longest - 12) / columns));
+  const side = Math.max(7, Math.min(24, (width - 7.5 * longest - 12) / columns));
+  const every = side < 9.4 ? 2 : 1; // of many tokens every other is named
+  const lines = title.split("\n");
   const size = Math.max(10, Math.min(12, side)), font = { "font-size": size, "font-family": MONO };
-  const room = Math.ceil(longest * size * 0.62) + 8, top = room + 46; // for the labels
+  const room = Math.ceil(longest * size * 0.62) + 8; // for the labels
+  const top = room + 12 + 17 * Math.max(2, lines.length);
   const left = room + (starAt ? side + 8 : 0);
   const wide = Math.max(left + T * side + 4, 280);
   const svg = picture(holder, wide, top + T * side + 4, title);
-  title.split("\n").forEach(
-    (words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
+  lines.forEach((words, i) => write(svg, words, 4, 16 + 17 * i, { "font-weight": "bold" }));
   const column = (name, x) => add(svg, "text",
     { ...font, transform: `translate(${x + side / 2 + size / 3} ${top - 9}) rotate(-90)` }, name);
   names.forEach((name, i) => {
+    if (i % every && i !== query) return;
     const weight = i === query ? "bold" : "normal";
     write(svg, name, room - 5, top + side / 2 + side * i + size / 3,
       { ...font, "text-anchor": "end", "font-weight": weight });
@@ -131,7 +134,7 @@ function drawMap(holder, { labels, share, starAt, title, query, key, width, sink
   const seen = (i, j) => (j > i ? undefined : share(i, j));
   squares(add(svg, "g", { transform: `translate(${left} ${top})` }), T, T, side, seen);
   frame(left + side * sink, DATA.colors.first);
-  drawScale(svg, wide - 122, top + 2); // in the empty corner, where keys come after their query
+  drawScale(svg, Math.min(wide, Math.max(width, 280)) - 122, top + 2); // in the empty corner, where keys come after their query
   box(svg, room, top + side * query, left - room + side * (query + 1), side,
     { fill: "none", stroke: TONES.ink, "stroke-width": 1.5 });
   if (key !== undefined) {
@@ -147,14 +150,13 @@ function drawMap(holder, { labels, share, starAt, title, query, key, width, sink
   };
 }
 
-// What a query looks at most, in words.
-function looksAt({ labels, share, starAt, query }) {
+// What a query looks at most.
+function mostOf({ labels, share, starAt, query }) {
   const keys = labels.slice(0, query + 1)
     .map((label, j) => [`“${label}” (${j + 1})`, share(query, j)]);
   if (starAt) keys.push([WORDS.toOwn, starAt(query)]);
   const most = keys.sort((a, b) => b[1] - a[1]).slice(0, 3);
-  const parts = most.map(([key, value]) => say(WORDS.to, { share: two(value), key }));
-  return say(WORDS.gives, { list: parts.join(", ") });
+  return most.map(([key, value]) => say(WORDS.to, { share: two(value), key })).join(", ");
 }
 
 // What the token at `sink` gets from even attention: a mean over the queries that see it.

@@ -51,7 +51,7 @@ const KINDS = {
       const all = { alpha: alpha[text], H, blocks, head, T, threshold: 0.3, width: 280 };
       headAt = drawHeads(heads, all);
       queryAt = drawMap(map, view);
-      words.textContent = `Query ${query + 1}, “${tokens[text][query]}”. ${looksAt(view)}`;
+      words.textContent = `Query ${query + 1}, “${tokens[text][query]}”. It gives ${mostOf(view)}.`;
       // What a screen reader says in place of the sliders' bare numbers.
       ofHead.ariaValueText = nameOf(head, H, alpha[text], blocks[Math.floor(head / H)]);
       ofQuery.ariaValueText = `${query + 1}, “${tokens[text][query]}”`;

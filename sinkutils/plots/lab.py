@@ -58,7 +58,8 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
     for text in texts:
         ids = torch.tensor([start + encode(tokenizer, text)])[:, :length]
         T = ids.shape[1]
-        require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}")
+        front = " with the one in front of it" if start else ""
+        require(T >= 3, f"a text must have at least 3 tokens, and {text!r:.60} has {T}{front}")
         shown, shades, report = record(model, ids, tokenizer, LEVELS)
         recorded.append(shown)
         maps.append(shades)
@@ -177,7 +178,10 @@ def own_text() -> str:
 def page_of(data: dict[str, Any]) -> str:
     """The page with these models: words, sources and data in their places."""
     english = read_yaml(SOURCES / "texts.yaml")
-    texts = {"en": {name: english[name] for name in ("language", "page", "said")}}
+    page = (SOURCES / "page.html").read_text(encoding="utf-8")
+    written = set(re.findall(r'data-say="(\w+)">', page))  # the script reads these words there
+    words = {name: text for name, text in english["page"].items() if name not in written}
+    texts = {"en": {"language": english["language"], "page": words, "said": english["said"]}}
     for file in sorted(SOURCES.glob("texts.*.yaml")):
         texts[file.suffixes[0][1:]] = read_yaml(file)
     tokenizer = json.loads((SOURCES / "tokenizer.json").read_text(encoding="utf-8"))
@@ -189,7 +193,6 @@ def page_of(data: dict[str, Any]) -> str:
     shared = [Path(__file__).with_name(name) for name in SCRIPTS]
     for file in (*shared, *SOURCES.glob("*.js"), SOURCES / "style.css"):
         parts[file.name] = file.read_text(encoding="utf-8")
-    page = (SOURCES / "page.html").read_text(encoding="utf-8")
     # English stands in the page itself, so that it can be read before its scripts run.
     page = re.sub(r'data-say="(\w+)">', lambda name: name[0] + english["page"][name[1]], page)
     return re.sub(r"\[\[(\S+?)\]\]", lambda name: parts[name[1]], page)

@@ -297,3 +297,10 @@ def test_sixty_four_tokens_take_less_than_a_tenth_of_a_second():
     case = {"model": name, "step": step, "ids": [2, *range(100, 163)], "edits": AS_TRAINED}
     answers, _ = in_node([case] * 20)
     assert min(answer["milliseconds"] for answer in answers) < 100
+
+
+def test_a_page_of_ones_own_is_refused_a_text_of_one_letter_with_a_true_reason():
+    command = [sys.executable, "-m", "sinkutils", "lab", "laptop/fixed_1/0", "a"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=LAB.parents[1])
+    assert done.returncode != 0 and len(done.stderr.splitlines()) == 1
+    assert "'a' has 2 with the one in front of it" in done.stderr

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree
 
 import pytest
-from browser import ROOT, SHOTS, chromium, console_errors, needs_chromium, requests
+from browser import ROOT, SHOTS, chromium, needs_chromium, requests
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -37,11 +38,38 @@ def driver():
         yield opened
 
 
+@pytest.fixture(autouse=True)
+def quiet_console(driver):
+    """No page of these tests, not even a damaged one, says anything in the console, at any level."""
+    console(driver)
+    yield
+    assert console(driver) == []
+
+
+def console(driver):
+    """What the console has said since it was last asked: messages, warnings, errors nobody caught."""
+    return [f"{entry['level']}: {entry['message']}" for entry in driver.get_log("browser")]
+
+
 def visit(driver, address="#model=fixed_1"):
     """Open the page anew, by a link to the lab unless told otherwise, and wait until it has computed."""
     driver.get("about:blank")
     driver.get(PAGE.as_uri() + address)
     until(driver, "results.edited && NAMES.at(-1) in results.byName")
+
+
+@contextmanager
+def window(driver, width, height, scheme=""):
+    """The page in a window of this size, a telephone's if it is narrow."""
+    size = {**PHONE, "width": width, "height": height, "mobile": width < 1000}
+    media = [{"name": "prefers-color-scheme", "value": scheme}] if scheme else []
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    try:
+        yield
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def until(driver, condition):
@@ -60,13 +88,44 @@ def settled(driver):
     time.sleep(0.1)
 
 
-def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
+def test_nothing_is_asked_of_any_network(driver):
     requests(driver)
     visit(driver)
     own = (PAGE.as_uri(), "blob:", "data:", "about:")
     outside = [url for url in requests(driver) if not url.startswith(own)]
     assert outside == []
-    assert console_errors(driver) == []
+
+
+def test_the_console_is_heard_at_every_level(driver):
+    visit(driver)
+    driver.execute_script(
+        "for (const level of ['debug', 'info', 'warn', 'error']) console[level](1)"
+    )
+    driver.execute_script("setTimeout(() => { throw Error('nobody caught me'); })")
+    driver.execute_script("Promise.reject(Error('nor me'))")
+    time.sleep(0.2)
+    heard = " ".join(console(driver))
+    for words in ("DEBUG", "INFO", "WARNING", "SEVERE", "nobody caught me", "nor me"):
+        assert words in heard
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (320, 640), (360, 740)])
+def test_the_sink_is_on_the_first_screen_of_a_desk_and_of_a_phone(driver, width, height):
+    with window(driver, width, height):
+        visit(driver, "")
+        top, bottom = driver.execute_script("""
+            const frame = document.querySelector(`#map rect[stroke="${DATA.colors.first}"]`);
+            const { top, bottom } = frame.getBoundingClientRect();
+            return [top, bottom];
+        """)
+        assert 0 < top < bottom
+        assert (height - top) / (bottom - top) > 0.6  # most of the column
+        # The tour's button comes next: nothing covers it, and the Tab key goes down the page.
+        order = driver.execute_script("""
+            return ["tour-start", "skip", "sample", "text", "step", "hide"].map(
+                (id) => $(id).getBoundingClientRect().top);
+        """)
+        assert order == sorted(order)
 
 
 def test_the_opening_shows_no_answer_of_the_tour_until_one_skips_it_or_uses_a_control(driver):
@@ -145,7 +204,6 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
         assert driver.execute_script("return JSON.stringify(state) === JSON.stringify(FIRST)")
         assert by_id(driver, "welcome").text.startswith("Tour done. Now try:")
         assert len(by_id(driver, "now").find_elements(By.TAG_NAME, "a")) == 5
-    assert console_errors(driver) == []
 
 
 def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):
@@ -199,7 +257,6 @@ def test_a_real_model_is_shown_in_its_sentences_alone_with_what_was_stored_of_it
     settled(driver)
     assert not by_id(driver, "text").get_attribute("readonly")
     assert not by_id(driver, "bos").is_displayed()
-    assert console_errors(driver) == []
 
 
 def test_a_link_opens_the_state_that_it_was_copied_from(driver):
@@ -217,7 +274,6 @@ def test_a_link_opens_the_state_that_it_was_copied_from(driver):
     assert driver.execute_script("return document.getElementById('map').innerHTML") == picture
     visit(driver, "#model=nobody&step=x&head=99&query=-1&place=1e9&tour=77&%E0%A4%A")
     assert driver.execute_script("return [state.model, state.tour]") == ["fixed_1", 0]
-    assert console_errors(driver) == []
 
 
 @pytest.mark.parametrize(
@@ -293,7 +349,6 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
     visit(driver)
     driver.find_element(By.LINK_TEXT, "Gemma without its BOS").click()
     until(driver, "results.edited.labels[0] === 'The' && !isLive()")
-    assert console_errors(driver) == []
 
 
 def test_dots_frame_card_and_count_follow_the_fixed_token_to_its_new_place(driver):
@@ -333,7 +388,6 @@ def test_dots_frame_card_and_count_follow_the_fixed_token_to_its_new_place(drive
     by_id(driver, "undo").click()
     settled(driver)
     assert moved - driver.execute_script(left)[0] == pytest.approx(3 * side, abs=0.01)
-    assert console_errors(driver) == []
 
 
 def test_the_loss_before_and_after_is_of_the_same_tokens(driver):
@@ -354,7 +408,6 @@ def test_a_change_of_window_while_a_model_computes_is_no_error(driver):
             f"model-{model}",
         )
         settled(driver)
-    assert console_errors(driver) == []
 
 
 def test_play_goes_through_training_to_its_last_step(driver):
@@ -385,7 +438,6 @@ def test_a_page_opened_without_a_text_waits_for_one(driver):
     by_id(driver, "threshold").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "text").send_keys("Close the file.")
     until(driver, "results.edited && NAMES.at(-1) in results.byName")
-    assert console_errors(driver) == []
 
 
 def test_the_toy_spends_all_with_softmax_whatever_the_logits(driver):
@@ -395,6 +447,11 @@ def test_the_toy_spends_all_with_softmax_whatever_the_logits(driver):
         return by_id(driver, "toy-table").text.splitlines()[-1]
 
     assert spent() == "spent on the other keys 1.00 0.20 0.17"
+    bars = (
+        "return [...document.querySelectorAll('#toy-table td span')].map((bar) => bar.offsetWidth)"
+    )
+    lengths = driver.execute_script(bars)
+    assert max(lengths) > 40 and len(lengths) == 15  # weights are seen, and not only read
     by_id(driver, "match").click()
     assert spent().startswith("spent on the other keys 1.00 1.1")
     slider = driver.find_elements(By.CSS_SELECTOR, "#toy-table input")[2]
@@ -433,7 +490,6 @@ def test_any_text_is_text(driver, text, seen):
     assert driver.find_elements(By.CSS_SELECTOR, "#map img, #map script, #note img") == []
     if text:
         visit(driver, address)
-    assert console_errors(driver) == []
 
 
 def test_pictures_are_dark_on_a_dark_page_and_the_colour_bar_with_them(driver):
@@ -485,17 +541,10 @@ def test_the_first_screen_of_a_phone_says_that_an_operation_is_on(driver):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 420, 1280])
 def test_no_page_is_wider_than_its_window(driver, scheme, width):
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    window = {**PHONE, "width": width, "height": 900, "mobile": width < 1000}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
-    try:
+    with window(driver, width, 900, scheme):
         visit(driver, "#model=k_bias&key=1&query=6")
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         driver.save_screenshot(str(SHOTS / f"lab_{width}_{scheme}.png"))
-    finally:
-        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_every_control_has_a_name(driver):
@@ -510,10 +559,8 @@ def test_every_control_has_a_name(driver):
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (360, 740)])
 def test_verdict_and_picture_share_a_screen_and_a_desk_opens_on_attention(driver, width, height):
-    window = {**PHONE, "width": width, "height": height, "mobile": width == 360}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
     top = "return document.getElementById({!r}).getBoundingClientRect().top"
-    try:
+    with window(driver, width, height):
         visit(driver)
         if width == 1280:
             # With the widest fonts that we have met; with others it begins 40 pixels higher.
@@ -525,8 +572,6 @@ def test_verdict_and_picture_share_a_screen_and_a_desk_opens_on_attention(driver
             until(driver, "document.getElementById('verdict').textContent")
             verdict = driver.execute_script(top.format("verdict"))
             assert 0 < verdict and driver.execute_script(top.format("map")) < 0.75 * height
-    finally:
-        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_links_to_notebooks_lead_to_files_in_the_repository_and_to_pages_in_the_book(
@@ -560,8 +605,12 @@ def press(driver, name):
 
 def test_a_model_grows_pauses_steps_and_is_then_operated_on(driver):
     visit(driver)
+    assert not by_id(driver, "film").is_displayed()  # nothing is said of what is not there
+    driver.execute_script("$('seed').value = '-3.5'")
     press(driver, "grow-start")
     until(driver, "growth.curve.length >= 3")
+    assert by_id(driver, "seed").get_attribute("value") == "0"
+    assert "s to go" in by_id(driver, "grow-state").text
     assert "steps a second" in by_id(driver, "grow-state").text
     press(driver, "grow-start")  # pause
     until(driver, "!growth.running && !growth.drawing")
@@ -576,6 +625,8 @@ def test_a_model_grows_pauses_steps_and_is_then_operated_on(driver):
     assert losses[0] > 6 > losses[-1]
     press(driver, "grow-operate")
     until(driver, "results.model === 'grown' && effects.rows[0]?.name === 'grown'")
+    rests = "const all = starOf(results.edited); return all.indexOf(Math.max(...all)) + 1"
+    assert driver.execute_script(rests) == driver.execute_script("return state.head")
     assert "Grown here" in by_id(driver, "map").find_element(By.TAG_NAME, "svg").get_attribute(
         "aria-label"
     )
@@ -588,7 +639,6 @@ def test_a_model_grows_pauses_steps_and_is_then_operated_on(driver):
     press(driver, "grow-again")
     until(driver, "growth.seed === 1 && growth.curve.length > 0")
     press(driver, "grow-start")
-    assert console_errors(driver) == []
 
 
 def test_a_cell_is_followed_in_numbers_that_add_up(driver):
@@ -619,7 +669,78 @@ def test_a_cell_is_followed_in_numbers_that_add_up(driver):
     event = "document.getElementById('map').dispatchEvent(new MouseEvent('click', {{ clientX: {}, clientY: {} }}))"
     driver.execute_script(event.format(*rect))
     until(driver, "state.key === 1 && state.query > 5")
-    assert console_errors(driver) == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (360, 740)])
+def test_a_cell_that_is_clicked_and_its_numbers_share_the_screen(driver, width, height):
+    with window(driver, width, height):
+        visit(driver)
+        driver.execute_script("document.getElementById('map').scrollIntoView({ block: 'end' })")
+        driver.execute_script("""
+            const frame = document.querySelector(`#map rect[stroke="${DATA.colors.first}"]`);
+            const { x, width, bottom } = frame.getBoundingClientRect(), event = { bubbles: true };
+            Object.assign(event, { clientX: x + width / 2, clientY: bottom - 30 });
+            document.getElementById("map").dispatchEvent(new MouseEvent("click", event));
+        """)
+        until(driver, "document.getElementById('follow-steps').children.length > 5")
+        cell, numbers, end = driver.execute_script("""
+            return [document.querySelector("#map svg").lastChild, $("follow-title"), $("follow")]
+                .map((part) => part.getBoundingClientRect().bottom);
+        """)
+        assert 0 < cell < numbers <= end <= height
+        assert "to “<fix> (1)”: 0." in by_id(driver, "follow-title").text
+
+
+def test_bars_of_one_sum_have_one_scale(driver):
+    visit(driver, "#model=fixed_1&head=12&query=9&key=3")
+    until(driver, "document.getElementById('follow-steps').children.length > 5")
+    of_rows = driver.execute_script("""
+        return [...document.querySelectorAll(".vectors")].at(-1).querySelectorAll("tr").values()
+            .map((row) => [...row.querySelectorAll("td:not(.total)")].map((cell) => [
+                Number(cell.textContent), Number(cell.style.getPropertyValue("--size"))])).toArray();
+    """)
+    cells = [cell for row in of_rows for cell in row]
+    largest = max(abs(number) for number, _ in cells)
+    for number, size in cells:
+        assert abs(number) / largest == pytest.approx(size, abs=0.06)  # numbers have two decimals
+
+
+def test_a_saved_map_names_the_operation_that_is_on(driver):
+    visit(driver, "#model=fixed_1&hide=1&element=0.5")
+    title = by_id(driver, "map").find_element(By.TAG_NAME, "svg").text
+    assert "first token is hidden" in title and "multiplied by 0.50" in title
+
+
+def test_heads_that_rest_on_their_own_key_are_counted(driver):
+    visit(driver, "#model=k_bias")
+    own = driver.execute_script("return above(starOf(results.edited), 0.3)")
+    assert own > 10
+    assert f"{own} give as much to a key of their own" in by_id(driver, "summary").text
+    assert f"{own} to an own key" in by_id(driver, "model-k_bias").text
+    assert "own key" not in by_id(driver, "model-fixed_1").text
+
+
+def test_the_words_of_the_page_are_explained_on_it(driver):
+    visit(driver)
+    by_id(driver, "glossary").find_element(By.TAG_NAME, "summary").click()
+    words = by_id(driver, "glossary").text.lower()
+    for word in ("token", "bos", "head", "block", "query", "key", "value", "logit", "softmax"):
+        assert word in words
+    for word in ("α₁", "even attention", "state", "mean query", "loss", "nats"):
+        assert word in words
+
+
+def test_a_long_text_fits_a_desk_with_its_scale(driver):
+    with window(driver, 1280, 800):
+        visit(driver, "#text=" + quote("one two three. " * 100))
+        wide, room = driver.execute_script(
+            "const map = document.getElementById('map');"
+            "return [map.firstChild.getBoundingClientRect().width, map.clientWidth];"
+        )
+        assert wide <= room
+    assert "your own text" in by_id(driver, "sample").find_element(
+        By.CSS_SELECTOR, "option:checked"
+    ).get_attribute("textContent")
 
 
 def test_losing_the_sink_shows_in_the_next_tokens(driver):
@@ -635,7 +756,6 @@ def test_losing_the_sink_shows_in_the_next_tokens(driver):
     """)
     assert untouched > hidden + 0.1  # it says the right token far less often
     assert abs(own - own_hidden) < untouched - hidden
-    assert console_errors(driver) == []
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma-3-270m"])
@@ -658,7 +778,6 @@ def test_a_real_model_says_what_comes_next_beside_each_operation(driver, name):
     until(driver, "!document.getElementById('follow').hidden")
     assert "length of v" in by_id(driver, "follow-steps").text
     driver.save_screenshot(str(SHOTS / f"lab_words_{name}.png"))
-    assert console_errors(driver) == []
 
 
 def test_the_page_speaks_german_and_its_address_says_so(driver):
@@ -671,7 +790,6 @@ def test_the_page_speaks_german_and_its_address_says_so(driver):
     assert "lang=en" in driver.execute_script("return location.hash")
     body = driver.find_element(By.TAG_NAME, "body").get_attribute("textContent")
     assert "undefined" not in body.split("The toy")[0][:20_000]
-    assert console_errors(driver) == []
 
 
 def test_a_state_is_shared_as_a_link_a_line_and_a_picture(driver):
@@ -690,23 +808,34 @@ def test_a_state_is_shared_as_a_link_a_line_and_a_picture(driver):
     visit(driver, "#model=fixed_1&embed=1")
     assert not driver.find_element(By.TAG_NAME, "header").is_displayed()
     assert by_id(driver, "map").is_displayed()
-    assert console_errors(driver) == []
 
 
-@pytest.mark.parametrize("part", ["weights", "data"])
-def test_a_damaged_page_says_so_in_a_line(driver, tmp_path, part):
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("weights", "damaged"),
+        ("data", "damaged"),
+        ("half", "not complete"),
+        ("script", "not complete"),
+    ],
+)
+def test_a_damaged_page_says_so_in_a_line(driver, tmp_path, part, said):
     page = PAGE.read_text("utf-8")
     if part == "data":
         page = page.replace('id="data">{', 'id="data">{{', 1)
-    else:  # some letters of the packed weights of every set
+    elif part == "weights":  # some letters of the packed weights of every set
         page = page.replace('"packed":"', '"packed":"AA')
+    elif part == "half":  # a download that broke off
+        page = page[: len(page) // 2]
+    else:  # it broke off within the last script
+        page = page[: page.rindex("function goTo(")]
     damaged = tmp_path / "damaged.html"
     damaged.write_text(page, "utf-8")
     driver.get(damaged.as_uri())
     until(driver, "document.getElementById('trouble').textContent")
-    assert "damaged" in by_id(driver, "trouble").text
+    assert said in by_id(driver, "trouble").text
     assert by_id(driver, "trouble").is_displayed()
-    console_errors(driver)
+    assert not by_id(driver, "follow").is_displayed()  # no empty frames beside it
 
 
 def test_a_page_with_a_model_of_ones_own(driver, tmp_path):
@@ -736,7 +865,6 @@ def test_a_page_with_a_model_of_ones_own(driver, tmp_path):
     until(driver, "growth.curve.length >= 2")
     press(driver, "grow-operate")
     until(driver, "results.model === 'grown'")
-    assert console_errors(driver) == []
 
 
 # What five newcomers are asked to do, and where they click. None needs more than four actions.
@@ -767,7 +895,6 @@ def test_five_tasks_of_newcomers(driver):
     press(driver, "grow-start")
     press(driver, "copy")
     until(driver, "document.getElementById('copied').textContent")
-    assert console_errors(driver) == []
 
 
 @pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")

@@ -4,8 +4,10 @@ const sub = (letter, index) => make("i", {}, letter, make("sub", {}, String(inde
 const nameOfKey = (key) => (key === STAR ? "*" : key + 1);
 
 // A table of numbers, a column a dimension, with a bar over each; the last column is their sum.
-function vectors(rows) {
+// oneScale: bars of all rows can be compared, and not only those of one.
+function vectors(rows, oneScale = false) {
   const largest = (values) => Math.max(...values.map(Math.abs), 1e-9);
+  const ofAll = largest(rows.flatMap(({ values }) => values));
   const cell = (value, most) => {
     const made = make("td", { className: value < 0 ? "minus" : "" }, two(value));
     made.style.setProperty("--size", Math.abs(value) / most);
@@ -13,7 +15,8 @@ function vectors(rows) {
   };
   const table = make("table", { className: "vectors" });
   for (const { name, values, total } of rows) {
-    const most = largest(values), cells = values.map((value) => cell(value, most));
+    const most = oneScale ? ofAll : largest(values);
+    const cells = values.map((value) => cell(value, most));
     const sum = make("td", { className: "total" }, total === undefined ? "" : `Σ ${two(total)}`);
     table.append(make("tr", {}, make("th", { scope: "row" }, name), ...cells, sum));
   }
@@ -69,10 +72,13 @@ function showFollowed() {
   const [head] = nameOf(state.head - 1, configOf().H, edited.alpha).split(":");
   const names = { query: `${labels[query]} (${state.query})`, head };
   names.key = key === STAR ? label : `${label} (${key + 1})`;
+  const { share, starAt } = viewOf(state.head - 1);
+  names.weight = two(key === STAR ? starAt(query) : share(query, key));
   $("follow-title").textContent = said("follow_title", names);
-  if (!isLive()) return $("follow-steps").replaceChildren(...recordedSteps(query, key));
-  if (watched?.head !== state.head) return; // not yet
-  $("follow-steps").replaceChildren(...steps(query, key, watched));
+  if (isLive() && watched?.head !== state.head) return; // not yet
+  const made = isLive() ? steps(query, key, watched) : recordedSteps(query, key);
+  $("follow-steps").replaceChildren(...made);
+  keepInView();
 }
 
 // The four steps, with the numbers that the worker has sent of the head.
@@ -109,7 +115,7 @@ function steps(query, key, { q, k, v, out, star, gates }) {
   const total = rowAt(out, query);
   made.push(vectors([{ name: make("span", {}, said("follow_value"), make("sub", {}, String(j))), values: value },
     { name: said("follow_part"), values: value.map((one) => one * weight) },
-    { name: said("follow_out"), values: total }]));
+    { name: said("follow_out"), values: total }], true));
   made.push(sumFormula(query, all));
   if (gates) made.push(make("p", {}, said("follow_gate", { gate: two(gates[query]) })));
   return made;

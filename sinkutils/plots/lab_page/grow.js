@@ -10,6 +10,7 @@ const chosenKind = () => document.querySelector("[name=kind]:checked").value;
 function startGrowth(running) {
   growth.worker?.terminate();
   const kind = chosenKind(), seed = Math.max(0, Math.floor(Number($("seed").value) || 0));
+  $("seed").value = seed;
   const choice = { star: kind === "star", sigmoid: kind === "sigmoid", gate: kind === "gate",
     fixed: $("grow-fixed").checked };
   const { vocabulary, merges } = DATA.tokenizer;
@@ -53,7 +54,8 @@ function addGrown(step) {
   DATA.models[GROWN].sets[step] = {};
   const first = config.fixed ? said("grown_fixed") : "";
   const values = { kind: texts("page")[`kind_${kind}`], first, seed, step, steps: RECIPE.steps, V };
-  DATA.words[GROWN] = { title: said("grown_title"), about: said("grown_about", values), head: 1 };
+  DATA.words[GROWN] = { title: said("grown_title"), about: said("grown_about", values),
+    head: DATA.words[GROWN]?.head ?? 1 };
   if (!NAMES.includes(GROWN)) NAMES.push(GROWN);
   if (!$(`model-${GROWN}`)) addCard(GROWN);
   if (state.model === GROWN) compute();
@@ -83,7 +85,9 @@ function anotherSeed() {
 function showGrowth() {
   const { worker: at, running, curve, steps, seconds, seed } = growth, now = curve.at(-1);
   const resumed = at && steps < RECIPE.steps && !running;
-  $("grow-start").textContent = said(running ? "grow_pause" : resumed ? "grow_on" : "grow_start");
+  const ended = steps === RECIPE.steps ? "grow_restart" : "grow_start";
+  $("grow").classList.toggle("empty", curve.length === 0);
+  $("grow-start").textContent = said(running ? "grow_pause" : resumed ? "grow_on" : ended);
   $("grow-step").disabled = steps === RECIPE.steps;
   $("grow-operate").disabled = curve.length === 0;
   $("frame-step").disabled = curve.length === 0;
@@ -91,9 +95,10 @@ function showGrowth() {
     const weights = inWords(shapesOf({ ...SHAPE }).reduce((sum, [, r, c]) => sum + r * c, 0));
     $("grow-state").textContent = said("grow_ready", { weights });
   } else if (now) {
-    const rate = seconds ? (steps / seconds).toFixed(0) : "0";
+    const rate = seconds ? (steps / seconds).toFixed(0) : "0", still = RECIPE.steps - steps;
+    const left = steps && still ? said("grow_left", { left: inWords(Math.ceil(still * seconds / steps)) }) : "";
     const star = growth.config.star ? said("grow_now_star", { star: now.star.toFixed(0) }) : "";
-    const values = { step: inWords(now.step), steps: inWords(RECIPE.steps), rate, star,
+    const values = { step: inWords(now.step), steps: inWords(RECIPE.steps), rate, left, star,
       loss: two(now.loss), first: now.first.toFixed(0) };
     const done = steps === RECIPE.steps ? said("grow_done") : "";
     $("grow-state").textContent = said("grow_now", values) + done;
@@ -109,7 +114,11 @@ async function drawFilm(frame = growth.curve.length - 1) {
   Object.assign($("frame-step"), { max: growth.curve.length - 1 });
   set("frame-step", { value: frame }, name);
   try {
-    drawMaps($("film"), await pass(GROWN, UNTOUCHED, { step }), growth.config, name);
+    const result = await pass(GROWN, UNTOUCHED, { step });
+    drawMaps($("film"), result, growth.config, name);
+    // The lab shows the head first that rests most.
+    const rests = growth.config.star ? starOf(result) : result.alpha;
+    DATA.words[GROWN].head = rests.indexOf(Math.max(...rests)) + 1;
   } catch ({ message }) {
     trouble(said("broken_weights", { message }));
   }
@@ -118,7 +127,8 @@ async function drawFilm(frame = growth.curve.length - 1) {
 
 // Small maps side by side, without the names of tokens.
 function drawMaps(holder, { labels, weightIn, stars, alpha }, { H, star, L }, name) {
-  const T = labels.length, side = Math.max(2.5, Math.min(9, 200 / T)), gap = star ? 2 * side : 0;
+  const T = labels.length, room = holder.clientWidth / 2 - 14; // on a phone two stand side by side
+  const side = Math.max(2, Math.min(9, 200 / T, room / (T + 2))), gap = star ? 2 * side : 0;
   holder.replaceChildren(...alpha.keys().map((head) => {
     const place = make("figure", {});
     const svg = picture(place, gap + side * T + 4, side * T + 4, `${name}: ${nameOf(head, H, alpha)}`);
@@ -160,7 +170,7 @@ function drawCurve() {
   kinds.forEach(([kind, words, color], n) => {
     const points = curve.map((one) => `${x(one.step)},${y(one[kind])}`).join(" ");
     add(svg, "polyline", { points, fill: "none", stroke: color, "stroke-width": 2.5 });
-    write(svg, words, left + 8, top + 14 + 15 * n, { fill: color, "font-weight": "bold" });
+    write(svg, words, left + 8, top + 14 + 15 * n, { class: kind, "font-weight": "bold" });
   });
 }
 
@@ -170,7 +180,7 @@ function buildGrowth() {
   $("grow-again").onclick = anotherSeed;
   $("frame-step").oninput = ({ target }) => drawFilm(Number(target.value));
   $("grow-operate").onclick = () => {
-    change({ ...UNTOUCHED, model: GROWN, head: 1, key: 0, step: FIRST.step });
+    change({ ...UNTOUCHED, model: GROWN, head: DATA.words[GROWN].head, key: 0, step: FIRST.step });
     $("lab").scrollIntoView();
   };
   for (const choice of document.querySelectorAll("[name=kind], #grow-fixed, #seed")) {

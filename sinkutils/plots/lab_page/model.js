@@ -72,7 +72,8 @@ async function weightsOf(set, models, known) {
   const [model, step] = set.split("/"), { sets, tensors } = models[model];
   const { base, packed, scales, shares } = sets[step], weights = {};
   const before = base ? await weightsOf(base, models, known) : {};
-  const integers = new Int8Array(await inflate(packed));
+  const bytes = await inflate(packed).catch(() => { throw Error("its bytes cannot be unpacked"); });
+  const integers = new Int8Array(bytes);
   const wanted = tensors.reduce((sum, [, rows, columns]) => sum + rows * columns, 0);
   if (integers.length !== wanted) throw Error(`${integers.length} weights in place of ${wanted}`);
   let start = 0;

@@ -85,7 +85,9 @@ function showWords() {
   }
   $("words-after").textContent = said("words_after", { token, query: state.query });
   const rows = isLive() ? rowsAfter(edited.places[state.query - 1]) : rowsRecorded();
-  $("words-table").replaceChildren(...rows.map(({ title, next, really }) => {
+  const heads = ["", said("words_next"), said("words_really")]
+    .map((words) => make("th", { scope: "col" }, words));
+  $("words-table").replaceChildren(make("tr", { className: "heads" }, ...heads), ...rows.map(({ title, next, really }) => {
     const shown = next.map((one) => bar(one, really && one.token === really.token));
     const end = really ? bar(really, true) : said("words_end");
     return make("tr", {}, make("th", { scope: "row" }, title), make("td", {}, ...shown),

@@ -9,7 +9,7 @@ const GROWN = "grown"; // the model that is trained in the page
 const UNTOUCHED = { drop: 0, hide: 0, flat: 0, place: 1, element: 1 }; // no operation
 const OWN_KEY = CONTEXT + 1; // `state.key` of a head's own key; 0: no key is followed
 const FIRST = { model: NAMES[0], step: 12000, head: DATA.words[NAMES[0]]?.head ?? 1,
-  text: OWN ? DATA.sentences[0] : DATA.samples[0], query: 13, key: 0, bos: 0, threshold: null,
+  text: OWN ? DATA.sentences[0] : DATA.samples[0], query: 9, key: 0, bos: 0, threshold: null,
   tour: 0, embed: 0, lang: "", ...UNTOUCHED }; // heads, queries, keys and places count from 1
 const LIMITS = { step: [0, 1e6], head: [1, 10000], query: [1, CONTEXT], key: [0, OWN_KEY],
   place: [1, CONTEXT], element: [0, 1], threshold: [0.05, 0.95], tour: [0, DATA.tour.length],
@@ -22,6 +22,7 @@ function readData() {
     return JSON.parse($("data").textContent);
   } catch ({ message }) {
     trouble(`The page is damaged: its data cannot be read (${message}). Get it anew.`);
+    addEventListener("error", (event) => event.preventDefault()); // the line says it, not the console
     throw new Error("no data");
   }
 }
@@ -42,6 +43,13 @@ const said = (name, values = {}) => say(texts("said")[name], values);
 const wordsOf = (name) => ({ ...DATA.words[name], ...DATA.texts[language()].models?.[name] });
 const inWords = (number) => number.toLocaleString(language());
 const ENGLISH = { ...WORDS };
+
+// English stands in the page itself.
+function readWords() {
+  for (const { dataset, innerHTML } of document.querySelectorAll("[data-say]")) {
+    DATA.texts.en.page[dataset.say] = innerHTML;
+  }
+}
 
 function writeWords() {
   const words = texts("page"), { alpha = 0, loss = 0 } = DATA.rounding ?? {};
@@ -243,6 +251,9 @@ function look(values) {
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const above = (alpha, threshold = thresholdOf()) =>
   alpha.filter((share) => share > threshold).length;
+// How many heads rest on a key of their own.
+const ownOf = (result, name) =>
+  (configOf(name).star ? above(starOf(result), thresholdOf(name)) : 0);
 const starOf = ({ stars, labels: { length: T }, alpha }) =>
   alpha.map((_, head) => mean(stars.subarray(head * T, (head + 1) * T)));
 
@@ -270,8 +281,9 @@ function show() {
   const before = !operated() ? "" : another === labels[sink] ? said("before", { found })
     : said("before_to", { found, token: another });
   const values = { found: above(alpha), all: alpha.length, before, token: labels[sink],
-    threshold: two(thresholdOf()) };
-  $("summary").textContent = said("summary", values);
+    threshold: two(thresholdOf()), own: ownOf(results.edited, state.model) };
+  $("summary").textContent = said("summary", values)
+    + (configOf().star ? said("summary_own", values) : "");
   const count = said("count", values);
   $("operated").textContent = said("operating", { operations: operations().join(", "), count });
   showNumbers();
@@ -315,14 +327,15 @@ function viewOf(head) {
   const [name] = nameOf(head, configOf().H, alpha).split(":");
   const title = said("map_title", { model: wordsOf(state.model).title, steps, head: name,
     share: two(alpha[head]), token: labels[sink] });
-  return { labels, share: weightIn(head), query: state.query - 1, sink, title,
+  const edits = operations().map((words) => `\n${words}`).join("");
+  return { labels, share: weightIn(head), query: state.query - 1, sink, title: title + edits,
     starAt: configOf().star && ((i) => stars[at + i]) };
 }
 
 const keyFrom0 = () => (state.key === OWN_KEY ? STAR : state.key ? state.key - 1 : undefined);
 
 function showMap() {
-  const { labels: { length: T }, spent } = results.edited, holder = $("map");
+  const { labels, spent } = results.edited, holder = $("map"), T = labels.length;
   const head = state.head - 1, view = viewOf(head), query = state.query - 1;
   const at = drawMap(holder, { ...view, key: keyFrom0(), width: holder.clientWidth });
   holder.onpointermove = (event) => {
@@ -334,11 +347,26 @@ function showMap() {
   holder.onclick = (event) => {
     const under = at(event);
     if (under.key === undefined) return;
-    look({ query: under.query + 1, key: under.key === STAR ? OWN_KEY : under.key + 1 });
+    follow({ query: under.query + 1, key: under.key === STAR ? OWN_KEY : under.key + 1 });
   };
   const sum = !configOf().sigmoid ? "" // a recorded model's rows sum to 1
     : said("in_all", { spent: two(spent[head * T + query]) });
-  $("looks").textContent = looksAt(view) + sum;
+  const list = mostOf(view), values = { query: state.query, token: labels[query], list };
+  $("looks").textContent = said("looks", values) + sum;
+}
+
+// The numbers of a cell stand at the window's lower edge: the cell stays above them.
+let chosen = false; // a cell, just now: its numbers are still to come
+function follow(values) {
+  chosen = true;
+  look(values);
+}
+
+function keepInView() {
+  const frame = $("map").firstChild.lastChild.getBoundingClientRect();
+  const over = frame.bottom + 8 - $("follow").getBoundingClientRect().top;
+  if (chosen && over > 0) scrollBy(0, over);
+  chosen = false;
 }
 
 // Before the guess one may point at rows too: that alone opens no count.
@@ -355,8 +383,9 @@ function showCard(name) {
   const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
   const [holder, , words] = $(`model-${name}`).children, threshold = thresholdOf(name);
   const values = { found: above(alpha, threshold), all: alpha.length,
-    threshold: two(threshold) };
-  words.textContent = said(isLive(name) || OWN ? "card" : "card_short", values);
+    threshold: two(threshold), own: ownOf(results.byName[name], name) };
+  words.textContent = said(isLive(name) || OWN ? "card" : "card_short", values)
+    + (values.own ? said("card_own", values) : "");
   const svg = picture(holder, H * 10, rows * 10, "");
   svg.setAttribute("preserveAspectRatio", "none");
   squares(svg, rows, H, 10, (row, column) => alpha[row * H + column] ** 2); // its shades are roots
@@ -374,6 +403,8 @@ function showControls() {
   set("element", { value: state.element }, two(state.element));
   for (const name of NAMES) $(`model-${name}`).ariaPressed = name === state.model;
   $("sample").value = state.text;
+  if ($("sample").selectedIndex < 0) $("sample").value = "";
+  $("undo").disabled = !operated();
   $("as-in-training").disabled = $("text").readOnly = !isLive();
   if ($("text").value !== state.text) $("text").value = state.text;
   showLink();
@@ -483,7 +514,7 @@ function moveThroughMap(event) {
     ArrowLeft: { key: left }, ArrowRight: { key: right }, Escape: { key: 0 } };
   if (!moves[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
-  look(moves[event.key]);
+  follow(moves[event.key]);
 }
 
 // Notebooks are pages in the book. A page that is a file by itself can only say where they are.

@@ -66,6 +66,7 @@ async function reveal(event) {
 function start() {
   if (!window.DecompressionStream) trouble(said("old"));
   startWorker();
+  readWords();
   buildControls();
   writeWords();
   buildShare();
@@ -92,6 +93,7 @@ function start() {
     else $("summary").scrollIntoView({ block: "nearest" });
   };
   openAddress();
+  window.started = true; // to its end: page.html looks for it
 }
 
 // Of the page of a user's model: what was recorded of it, and the report of each text.
