@@ -309,7 +309,7 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
     command = ["report", str(tmp_path / "model"), "-o"]
     with monkeypatch.context() as patch:
         early = AssertionError("loaded before the folder is looked at")
-        patch.setattr(load, "load_lm", Mock(side_effect=early))
+        patch.setattr(load, "from_transformers", Mock(side_effect=early))
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
         assert "there is no folder" in capsys.readouterr().err
         assert cli.main([*command, str(tmp_path)]) == 2
