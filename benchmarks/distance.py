@@ -178,13 +178,15 @@ def copies(runs: Path, count: int) -> None:
             target.mkdir(parents=True)
             made += 1
             config = json.loads((source / "config.json").read_bytes())
-            text = json.dumps(config | {"seed": int(target.name)}).encode()
-            (target / "config.json").write_bytes(text)
+            # Blanks behind the metrics: files that are the same would be told to be copies.
+            changed = {"metrics.json": (source / "metrics.json").read_bytes() + b" " * made}
+            changed["config.json"] = json.dumps(config | {"seed": int(target.name)}).encode()
             lines = ""
             for line in sums.read_text().splitlines()[:-1]:
                 digest, name = line.split()
-                if name == "config.json":
-                    digest = hashlib.sha256(text).hexdigest()
+                if name in changed:
+                    (target / name).write_bytes(changed[name])
+                    digest = hashlib.sha256(changed[name]).hexdigest()
                 elif (source / name).exists():
                     os.link(source / name, target / name)
                 lines += f"{digest}  {name}\n"

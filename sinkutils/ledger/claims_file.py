@@ -44,8 +44,16 @@ from sinkutils.study.config import Json
 
 OF_ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
 OF_RUNS = (*OF_ONE_RUN, "more", "same", "kept", "alike", "loss", "worse")
-GATES = ("none", "trained", "any token", "large")  # see `judge.GATED`
 REAL = ("above", "below")  # the kinds of checks on a number of a real model
+# For each gate, the presets that cannot show the claim.
+GATED = {
+    "none": (),
+    "trained": ("smoke",),  # a run of seconds has learned nothing yet
+    # These models are so small that they have no sink on an ordinary first token.
+    "any token": ("smoke", "minute", "laptop"),
+    # A training that fails at 60M parameters is not contradicted by one that succeeds at 0.3M.
+    "large": ("smoke", "minute", "laptop", "desk", "gpu"),
+}
 
 
 # What a claim of one's own is, where its file does not say it.
@@ -68,7 +76,7 @@ class Claim:
     """One claim.
 
     given: the premises. If they do not hold, the claim is not tested.
-    gate: names the presets that cannot show the claim (`judge.GATED`).
+    gate: names the presets that cannot show the claim (GATED).
     remark: a comment written by hand.
     trivial: the reason why the claim could not have failed here, if there is one. It holds in an
     untrained model ("untrained"), by "mathematics" ("mathematics, in part" if not in every case) or
@@ -89,7 +97,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         fields(self)
-        choice("gate", self.gate, GATES)
+        choice("gate", self.gate, GATED)
 
 
 @lru_cache(maxsize=2)

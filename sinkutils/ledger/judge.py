@@ -17,7 +17,7 @@ import pandas as pd
 from scipy.special import ndtr, stdtrit
 
 from sinkutils.checks import choice
-from sinkutils.ledger.claims_file import REAL, Check, Claim
+from sinkutils.ledger.claims_file import GATED, REAL, Check, Claim
 from sinkutils.ledger.quantities import QUANTITIES, as_judged
 from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
@@ -55,15 +55,6 @@ SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
 Tested = tuple[float, Estimate]  # a p-value, and the number that it tests against zero
 
-# For each gate, the presets that cannot show the claim.
-GATED = {
-    "none": (),
-    "trained": ("smoke",),  # a run of seconds has learned nothing yet
-    # These models are so small that they have no sink on an ordinary first token.
-    "any token": ("smoke", "minute", "laptop"),
-    # A training that fails at 60M parameters is not contradicted by one that succeeds at 0.3M.
-    "large": ("smoke", "minute", "laptop", "desk", "gpu"),
-}
 UNSEEN = {"large": "not tested"}  # the verdict where a gate is closed; "not visible" for the others
 
 

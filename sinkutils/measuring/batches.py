@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +30,7 @@ from sinkutils.measuring.tally import Source
 
 # Token ids, or a mapping with input_ids, as a tokenizer or a collator returns.
 Ids: TypeAlias = Tensor | Mapping[str, Any]
-MOST_ROWS = 8  # so many are looked at, to see whether an entry changes a pass
+MOST_ROWS = 8  # so many are looked at by themselves, to see whether an entry changes a pass
 # Entries that say what a row without padding, which holds one text, says anyway.
 POSITIONS = ("attention_mask", "position_ids", "seq_idx")
 LENGTHS = ("cu_seq", "max_length_", "max_seqlen")  # how the names of entries for packing begin
@@ -113,8 +114,8 @@ class Inputs:
         """The first rows of the ids, with all entries, as a mapping."""
         cut: dict[str, Any] = {"input_ids": self.ids[:samples]}
         for name, x in self.entries.items():
-            axis = self._axis(name)
-            cut[name] = x if axis is None else x.narrow(axis, 0, min(samples, len(self.ids)))
+            count = min(samples, len(self.ids))
+            cut[name] = x if self._axis(name) is None else self._rows_of(name, 0, count)
         return cut
 
     @property
@@ -163,8 +164,8 @@ class Inputs:
             plain = len(texts) == 1
             if positions is not None:
                 of_row = positions.select(self._axis("position_ids") or 0, index)
-                lowest = int(of_row[..., places].min())
-                require(lowest >= 0, f"position_ids must be at least 0, got {lowest}")
+                lowest = float(of_row[..., places].min())
+                require(lowest >= 0, f"position_ids must be at least 0, got {lowest:g}")
                 found = of_row[..., texts[0]]
                 counted = torch.arange(found.shape[-1], device="cpu")
                 plain = plain and bool((found.cpu() == counted).all())
@@ -202,13 +203,14 @@ class Inputs:
                 found[name] = x.to("cpu").long()
             elif name == "position_ids":
                 dense(name, x)
+                require(x.dtype != torch.bool, "position_ids must be numbers, got booleans")
                 if x.ndim < 2 or len(x) == 1:  # one row for all
                     x = x.reshape(1, -1).expand(samples, -1)
                     self.entries[name] = x
                 x = x if self._axis(name) == 0 else x[0]  # some have several for a token
                 self._by_token(name, x)
-                steps = x.to("cpu").long().diff(dim=1)
-                if bool((steps > 1).any()):
+                steps = x.to("cpu", torch.float64).diff(dim=1)
+                if bool(((steps > 0) & (steps != 1)).any()):
                     warnings.warn(
                         "position_ids have steps other than 1: without a mask and a cache, "
                         "transformers takes what follows one for another text, which sees nothing "
@@ -245,6 +247,9 @@ class Inputs:
         """Which axis of an entry counts the samples; None if none does."""
         x = self.entries[name]
         samples, length = self.ids.shape
+        if isinstance(x, list | tuple):  # a name for each row, such as PEFT's adapters
+            names = len(x) == samples and all(isinstance(name, str) for name in x)
+            return 0 if names else None
         if not isinstance(x, Tensor) or x.ndim == 0:
             return None
         if name.startswith("encoder_"):  # of the encoder's own tokens, however many they are
@@ -271,26 +276,35 @@ class Inputs:
                 require(not where, f"{source.kind} {tells}: give each text a row of its own")
                 del self.entries[name]
         for name in doubtful:
-            batches = [self._batch([row]) for row in self._different(name)]
+            different = self._different(name)
+            batches: Iterable[Batch] = (self._batch([row]) for row in different)
+            if len(different) > MOST_ROWS:  # then all rows, many at once
+                batches = self.batches(source.tokens_a_batch)
             if not any(source.is_changed_by(name, b.ids, b.entries) for b in batches):
                 del self.entries[name]
         for name, x in self.entries.items():
             of_rows = self._axis(name) is not None or self._says_where(name)
             of_none = f"{name} is of no one row of ids, and changes the pass"
-            alone = not isinstance(x, Tensor) or x.ndim == 0 or len(self.ids) == 1
+            single = isinstance(x, str) or not hasattr(x, "__len__") or getattr(x, "ndim", 1) == 0
+            alone = single or len(self.ids) == 1
             require(of_rows or alone, f"{of_none}: measure each row by itself")
 
     def _different(self, name: str) -> list[Row]:
-        """Rows for which an entry holds different things, at most `MOST_ROWS`."""
-        x = self.entries[name]
-        axis = self._axis(name)
-        if axis is None:
+        """Rows for which an entry holds different things."""
+        if self._axis(name) is None:
             return self.rows[:1]
-        by_row = x.movedim(axis, 0).reshape(x.shape[axis], -1)
-        different: dict[tuple[float, ...], Row] = {}
+        different: dict[str, Row] = {}
         for row in self.rows:
-            different.setdefault(tuple(by_row[row.number].tolist()), row)
-        return [*different.values()][:MOST_ROWS]
+            x = self._rows_of(name, row.number, 1)
+            different.setdefault(str(x.tolist() if isinstance(x, Tensor) else x), row)
+        return [*different.values()]
+
+    def _rows_of(self, name: str, first: int, count: int) -> Any:
+        """What an entry with an axis of samples holds for some rows in a row."""
+        x = self.entries[name]
+        if not isinstance(x, Tensor):
+            return x[first : first + count]
+        return x.narrow(self._axis(name) or 0, first, count)
 
     def _says_where(self, name: str) -> bool:
         return name in POSITIONS or name.startswith(LENGTHS)
@@ -328,21 +342,25 @@ class Inputs:
                 continue
             parts = [self._part(name, row.number, row.texts[0]) for row in rows]
             axis = self._axis(name)
-            entries[name] = parts[0] if axis is None else torch.cat(parts, dim=axis)
+            if axis is None:
+                entries[name] = parts[0]
+            elif isinstance(parts[0], Tensor):
+                entries[name] = torch.cat(parts, dim=axis)
+            else:
+                entries[name] = [*chain.from_iterable(parts)]
         return Batch(ids, entries, None, places)
 
     def _part(self, name: str, index: int, text: slice | None) -> Any:
         """What an entry holds for a row, or for one text of it."""
-        x = self.entries[name]
         axis = self._axis(name)
         if axis is None:
-            return x
-        x = x.narrow(axis, index, 1)
-        by_token = x.ndim > axis + 1 and x.shape[axis + 1] == self.ids.shape[1]
+            return self.entries[name]
+        x = self._rows_of(name, index, 1)
         # The states of an encoder are of its own tokens, even if there are as many.
-        if text is not None and by_token and not name.startswith("encoder_"):
-            x = x.narrow(axis + 1, text.start, text.stop - text.start)
-        return x
+        of_tokens = isinstance(x, Tensor) and not name.startswith("encoder_")
+        if text is None or not of_tokens or x.shape[axis + 1 : axis + 2] != self.ids.shape[1:]:
+            return x
+        return x.narrow(axis + 1, text.start, text.stop - text.start)
 
 
 def check_entry(name: str) -> None:
@@ -360,7 +378,9 @@ def check_entry(name: str) -> None:
 
 
 def dense(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a dense tensor, with a number at every place."""
+    """Raise ValueError unless the value is a dense tensor of finite, real numbers."""
     instance(name, value, Tensor)
     other = f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device"
     require(value.layout == torch.strided and not (value.is_nested or value.is_meta), other)
+    real = not value.is_complex() and bool(value.isfinite().all())
+    require(real, f"{name} must hold real numbers, and none that is nan or infinite")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -11,6 +11,8 @@ from zipfile import is_zipfile
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+ADAPTER = "adapter_config.json"
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -20,6 +22,20 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return contents if isinstance(contents, dict) else {}
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file at this path, or the first in a folder without a config.json; else None."""
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    return files[0] if files and not (path / "config.json").exists() else None
+
+
+def base_of_adapter(path: Path) -> str | None:
+    """The base model that an adapter's folder names."""
+    name = read_config(path / ADAPTER).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def weights(file: Path) -> dict[str, Tensor]:
@@ -35,6 +51,17 @@ def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights in a folder, by name: of its .safetensors files, or else of its .bin files."""
     for file in [*folder.glob("model*.safetensors")] or folder.glob("pytorch_model*.bin"):
         yield from weights(file).items()
+
+
+def has_file(folder: Path, patterns: Iterable[str]) -> bool:
+    """Whether a folder has a file whose name is of one of these patterns."""
+    return any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def is_index(file: Path) -> bool:
+    """Whether a file says in which shard each weight is."""
+    index = read_config(file)
+    return "metadata" in index and bool(index.get("weight_map"))
 
 
 def first_difference(single: Path, index: Path) -> str | None:
@@ -59,7 +86,7 @@ def first_difference(single: Path, index: Path) -> str | None:
 def whole_numbers(folder: Path) -> str | None:
     """A matrix of integers among the weights in a folder, with its type, or None."""
     for key, x in weights_in(folder):
-        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        integers = not (x.is_floating_point() or x.is_complex())
         if key.endswith(".weight") and x.ndim > 1 and integers:
             return f"{key}: {x.dtype}"
     return None

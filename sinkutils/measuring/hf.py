@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sinkutils.checks import Refused, require
+from sinkutils.checks import Refused, first_line, require
 from sinkutils.measuring import families, older, refusals, taught
 from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import Checking, Comparing, Looking, Measuring, Pass
@@ -348,14 +348,15 @@ class Capture(Source):
                 self.start(ids)
                 self._pass(ids, given)
                 seen.append(looking.hidden)
-        except TypeError:  # something inside does not take it
-            return False
+        except Refused as error:
+            if isinstance(error.__cause__, TypeError):  # something inside does not take it
+                return False
+            raise
         finally:
             self.doing = measuring
         before, after = seen
-        if before is None or after is None:  # no block showed its hidden states
-            return True
-        return not torch.equal(before, after)
+        # None: no block showed its hidden states
+        return before is None or after is None or not torch.equal(before, after)
 
     def run(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
         """The output of one pass on ids (B, T). Raises ValueError if a layer showed no attention."""
@@ -364,20 +365,32 @@ class Capture(Source):
         self.finish()
         return output
 
-    def unobserved(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
-        """The model's output of a forward pass on ids (B, T) in which nothing is read."""
+    def unobserved(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """What a function returns. Nothing is read, or edited, in the passes that it runs."""
         token = _current.set(None)
         try:
-            return self._pass(ids, entries)
+            return function(*args, **kwargs)
         finally:
             _current.reset(token)
 
     def _pass(self, ids: Tensor, entries: Mapping[str, Any]) -> Any:
-        given = dict(self.arguments.options)
-        for name, x in entries.items():
-            given[name] = x.to(self.device) if isinstance(x, Tensor) else x
+        """The output of a pass. Raises ValueError if the model itself does not run on the batch."""
+        given = {**self.arguments.options, **entries}
         self.arguments.check(given)
-        return self.outer(input_ids=ids.to(self.device), **given)
+        given["input_ids"] = ids
+        given |= {name: x.to(self.device) for name, x in given.items() if isinstance(x, Tensor)}
+        try:
+            return self.outer(**given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if refusals.is_of_libraries(error):
+                try:  # also where nothing is read?
+                    self.unobserved(self.outer, **given)
+                except type(error) as same:
+                    says = f"{self.kind} does not run on this batch: {first_line(same)}"
+                    raise Refused(says) from error
+            raise
 
     @property
     def tokens_a_batch(self) -> int:  # type: ignore[override]

@@ -5,7 +5,6 @@ What transformers would read wrongly, or without a word, is refused with advice.
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import re
 import struct
@@ -13,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,28 @@ from tqdm import tqdm
 
 from sinkutils.checks import choice
 from sinkutils.checks import device as find_device
-from sinkutils.measuring.files import first_difference, read_config, weights_in, whole_numbers
+from sinkutils.measuring.files import (
+    ADAPTER,
+    base_of_adapter,
+    first_difference,
+    gguf_file,
+    has_file,
+    is_index,
+    read_config,
+    weights_in,
+    whole_numbers,
+)
 from sinkutils.measuring.probes import WithoutTokenizer
 from sinkutils.measuring.real import ModelUnavailable, hub_reachable
 from sinkutils.paths import read_yaml
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
+VOCABULARY_FILES = ("tokenizer.json", "vocab*", "merges*", "*.model", "*.tiktoken", "*.gguf")
+TOKENIZER_FILES = ("*token*", *VOCABULARY_FILES)
 TEKKEN = "tekken.json"  # the tokenizer of Mistral's own format
 # Reasons why a model does not load
 PICKLED = "a .bin file that is cut, or holds more than tensors, which could run any code"
 OFFLINE = "is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-ADAPTER = "adapter_config.json"
 # The beginning of a weight's name: "model.layers.3." -> "model.layers.", "3".
 BLOCK = re.compile(r"(.*?)(\d+)\.")
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # of a GGUF file that was split
@@ -102,16 +112,24 @@ def from_transformers(
         names = other_names(model, info)
         if names:
             model, info = _causal_lm("from_pretrained", where, key_mapping=names, **options)
-        tokenizer: Any = WithoutTokenizer(model)
-        if not local or gguf or _has_tokenizer(path):
-            tokenizer = AutoTokenizer.from_pretrained(where, **common)
-        elif (path / TEKKEN).is_file():
-            tokenizer.why = f"its tokenizer, {TEKKEN}, needs: pip install mistral-common"
     except Exception as error:  # anything: wrong shapes, broken JSON, a missing package, ..
         raise ModelUnavailable(_why(name, offline, error)) from error
     finally:
         set_hook(bars)
     check_loaded(name, model, info)
+    tokenizer: Any = WithoutTokenizer(model)
+    tekken = (path / TEKKEN).is_file()
+    read_here = has_file(path, TOKENIZER_FILES) or (tekken and find_spec("mistral_common"))
+    try:
+        if not local or gguf or read_here:
+            tokenizer = AutoTokenizer.from_pretrained(where, **common)
+        elif tekken:
+            tokenizer.why = f"its tokenizer, {TEKKEN}, needs: pip install mistral-common"
+    except Exception as error:
+        if not local or has_file(path, VOCABULARY_FILES):
+            failed = "has a tokenizer that could not be read:"
+            raise ModelUnavailable(_why(name, offline, error, failed)) from error
+        tokenizer.why = "this folder has settings of a tokenizer, but no vocabulary"
     if target:
         model.to(target)
     return model.eval(), tokenizer
@@ -139,27 +157,7 @@ def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return kind(*args, **{"disable": None, **kwargs})
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has files of a tokenizer that can be read here."""
-    tekken = (folder / TEKKEN).is_file() and importlib.util.find_spec("mistral_common")
-    return bool(tekken) or any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
-
-
 # --- before a model is loaded
-
-
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at this path, or the first in a folder without a config.json; else None."""
-    if path.suffix == ".gguf":
-        return path
-    files = sorted(path.glob("*.gguf"))
-    return files[0] if files and not (path / "config.json").exists() else None
-
-
-def base_of_adapter(path: Path) -> str | None:
-    """The base model that an adapter's folder names."""
-    name = read_config(path / ADAPTER).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
 
 
 def why_not(path: Path) -> str:
@@ -230,7 +228,9 @@ def _why_unread(path: Path) -> str:
 
     config = read_config(path / "config.json")
     scheme = config.get("quantization_config")
-    scheme = scheme if isinstance(scheme, dict) else {}
+    if not isinstance(scheme, dict | None):
+        return "has a config.json whose quantization_config is no JSON object"
+    scheme = scheme or {}
     method = scheme.get("quant_method")
     mlx = isinstance(config.get("quantization"), dict) or {"group_size", "bits"} <= scheme.keys()
     if method is None and mlx:
@@ -259,6 +259,8 @@ def _why_not_these(path: Path) -> str:
     if not new and not old and (what := _what_it_is(path)):
         return f"has no model.safetensors: {what}"
     used = new or old
+    if used and used[0].suffix == ".json" and not is_index(used[0]):
+        return f"has a {used[0].name} that is cut, or lacks metadata or weight_map"
     other = None
     with suppress(Exception):  # of any kind: `from_pretrained` meets it as well
         other = first_difference(*used) if len(used) == 2 else None
@@ -304,13 +306,12 @@ def _why_too_large(path: Path) -> str:
 # --- after it is loaded, or not
 
 
-def _why(name: str, offline: bool, error: Exception) -> str:
+def _why(name: str, offline: bool, error: Exception, failed: str = "could not be loaded:") -> str:
     """Why a model did not load, in one line: transformers' own message, unless it misleads."""
     message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError):  # such as an activation, or a part of the tokenizer
+    if isinstance(error, KeyError) and " " not in message:  # a name, such as an activation's
         message = f"transformers looked up {message} and found nothing of that name"
     path = Path(name)
-    find_spec = importlib.util.find_spec  # returns None if a package is not installed
     gguf = gguf_file(path)
     damaged = (struct.error, IndexError, KeyError, OverflowError, EOFError, UnicodeDecodeError)
     broken = isinstance(error, damaged)
@@ -322,7 +323,6 @@ def _why(name: str, offline: bool, error: Exception) -> str:
     kind = re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message)
     base = base_of_adapter(path)
     is_adapter = (path / ADAPTER).exists()
-    failed = "could not be loaded:"
     start = message[:200]
     # The reason is the first of these sentences whose condition holds.
     reasons = (

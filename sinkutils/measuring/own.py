@@ -27,6 +27,7 @@ class OwnModel(Source):
     kind = "TransformerLM"
     edit: Edit | None = None
     hidden: Tensor | None = None  # (T, T): True where query i of a text may not see key j
+    aside = False
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
         self.model = model
@@ -40,8 +41,16 @@ class OwnModel(Source):
         self.windows = dict.fromkeys(range(cfg.num_layers), cfg.attention.window)
 
     def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the hook unchanged, because threads do not share our own models."""
-        return function
+        """The function as a hook that does nothing while `unobserved` runs."""
+        return lambda *args: None if self.aside else function(*args)
+
+    def unobserved(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function returns. Nothing is edited in the passes that it runs."""
+        self.aside = True
+        try:
+            return function(*args)
+        finally:
+            self.aside = False
 
     def run(self, ids: Tensor, entries: Mapping[str, Any]) -> None:
         """Run one forward pass on ids (B, T)."""

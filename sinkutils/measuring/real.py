@@ -85,6 +85,12 @@ def hub_id(name: str) -> str:
         raise ModelUnavailable(f"there is no file {name!r}")
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
+    # Windows' paths and addresses are no hub ids, which have one slash at most.
+    no_id = "\\" in name or ":" in name or name.count("/") > 1
+    if no_id:
+        raise ModelUnavailable(
+            f"{name!r} is no folder that is there, and no hub id such as org/name"
+        )
     hub_ids = {row["name"].lower(): row["hub_id"] for row in read_csv(PAPER / "models.csv")}
     return hub_ids.get(name.lower(), name)
 

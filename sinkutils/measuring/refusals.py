@@ -7,6 +7,8 @@ call. Each check raises a ValueError whose message takes one line.
 from __future__ import annotations
 
 import inspect
+import sys
+import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +43,7 @@ BLOCK_SPARSE = (
     "attends to random blocks of keys, without weights over all of them, and to all keys only once "
     "model.base_model.set_attention_type('original_full') was called"
 )
+LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.")
 TENSOR_PARALLEL = "tensor parallelism: a process has only a part of each layer; load it whole"
 
 
@@ -82,11 +85,14 @@ def _inside(model: Any) -> Any:
     """
     if hasattr(model, "_orig_mod"):
         return model._orig_mod
+    if type(model).__name__ == "PeftMixedModel":
+        return model.base_model.model
     if not hasattr(model, "get_base_model"):
         return None
     config = getattr(model, "active_peft_config", None)
     prompts = "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
-    require(not getattr(config, "is_prompt_learning", False), prompts)
+    off = "forward" in vars(model)  # set by `disable_adapter`
+    require(off or not getattr(config, "is_prompt_learning", False), prompts)
     return model.get_base_model()
 
 
@@ -245,8 +251,15 @@ def check_compiled(model: nn.Module) -> None:
 
 def is_of_a_library(hook: Any) -> bool:
     """Whether a hook is written in torch, transformers, PEFT or accelerate."""
-    home = home_of(inspect.unwrap(getattr(hook, "func", hook)))
-    return home.startswith(("torch.", "transformers.", "peft.", "accelerate."))
+    return home_of(inspect.unwrap(getattr(hook, "func", hook))).startswith(LIBRARIES)
+
+
+def is_of_libraries(error: BaseException) -> bool:
+    """Whether an error was raised by libraries' code, with no other below the first frame."""
+    _, *below = traceback.walk_tb(error.__traceback__)
+    homes = [str(frame.f_globals.get("__name__")) for frame, _ in below]
+    known = [home.partition(".")[0] in sys.stdlib_module_names for home in homes]
+    return all(x or home.startswith(LIBRARIES) for x, home in zip(known, homes, strict=True))
 
 
 def check_length(kind: str, positions: int, length: int) -> None:

@@ -201,10 +201,11 @@ def run(
     if tolerance is not None:
         real("tolerance", tolerance, "positive and finite", more=True)
     try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (AssertionError, RuntimeError, TypeError) as error:
         raise Refused(f"device {device} is not there: {first_line(error)}") from error
-    kernel = Kernel(function, dtype, torch.device(device))
+    kernel = Kernel(function, dtype, target)
     limit = tolerance or TOLERANCES[dtype]
     outcomes: list[Outcome] = []
     for key in names:

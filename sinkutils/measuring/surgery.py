@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -122,7 +123,8 @@ def edit(
         "neurons"                the input of the FFN's second projection, (B, T, n)
         A batch has all texts of one length, unless their logits would need more than half a GiB.
     change: a function that gets a copy of x, which it may modify, and returns a tensor of the same
-        shape. In our own models with a sink token, x* is at the first position.
+        shape. If it runs the model, that pass is not edited. In our own models with a sink token,
+        x* is at the first position.
     layers: which layers, from 0; None: all.
 
     Two examples: halve the first token's hidden state after block 1, and subtract the mean query in
@@ -143,6 +145,7 @@ def edit(
         every = sorted(source.layers.values()) if part else list(range(len(source.blocks)))
         chosen = integers("layers", every if layers is None else layers, 0, every[-1])
         require({*chosen} <= {*every}, f"attention is in layers {every} alone, got {chosen}")
+        change = partial(source.unobserved, change)  # it may run the model itself
         if part:
             return run(source, inputs, edit=Edit(part, {*chosen}, change))
         for layer in dict.fromkeys(chosen):

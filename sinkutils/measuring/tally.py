@@ -416,6 +416,8 @@ class LeftAsFound:
         modes = [(module, module.training) for module in model.modules()]
         self.steps.append(partial(_set_modes, modes))
         _set_modes([(module, False) for module, _ in modes])
+        hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+        self.steps.append(partial(_remove_new_of_peft, [(table, {*table}) for table in hooks]))
 
     def hook(
         self,
@@ -447,6 +449,15 @@ def _forget(owner: type, name: str) -> None:
     """Delete an attribute that we set on a class, so that it inherits the attribute again."""
     if name in vars(owner):
         delattr(owner, name)
+
+
+def _remove_new_of_peft(tables: list[tuple[Any, set[int]]]) -> None:
+    """Remove hooks that PEFT has added. It leaves its own where a pass ends by an error."""
+    for hooks, before in tables:
+        for key in {*hooks} - before:
+            hook = getattr(hooks[key], "func", hooks[key])
+            if str(getattr(hook, "__module__", "")).startswith("peft."):
+                del hooks[key]
 
 
 def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -166,7 +166,7 @@ def prove(source: Capture, ids: Tensor, entries: Mapping[str, Any]) -> None:
     source.start(ids)
     source.doing = Pass()
     with Dense(ids.shape[1]) as dense:
-        plain = source.unobserved(ids, entries)
+        plain = source.unobserved(source._pass, ids, entries)
     source.doing = proving = Proving(source)
     with LeftAsFound() as state:
         for number, block in enumerate(source.blocks):

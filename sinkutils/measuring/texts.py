@@ -149,7 +149,7 @@ def _texts_in(lines: list[bytes], where: str) -> Iterator[str]:
         row = _decoded(line, f"{where}, line {number},")
         text: Any = None
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            text = json.loads(row)["text"]
+            text = json.loads(row, parse_int=float)["text"]  # Python limits the digits of an int
         wanted = 'expected a JSON object with a string under "text"'
         require(isinstance(text, str), f"{where}, line {number}: {wanted}")
         yield text

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import Refused, choice, first_line, instance, real, require
+from sinkutils.checks import Refused, choice, first_line, instance, real, require, short
 from sinkutils.model.config import SIMILARITY_NAMES, SOFTMAX, AttentionSpec
 from sinkutils.model.masks import check_start, one_key_per_query_head, seen_keys, shown, visible
 
@@ -435,7 +435,7 @@ def check_extras(q: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, leng
     }
     for name, size in sizes.items():
         x = getattr(extras, name)
-        shape = None if x is None else tuple(x.shape)
+        shape = None if x is None else tuple(getattr(x, "shape", [short(x)]))
         wanted = f"the operation takes {name} of shape {size} (None: leave it out)"
         require(shape == size, f"{wanted}, got {shape}")
     if extras.distance_bias is not None:

@@ -28,16 +28,17 @@ def one_key_per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     """k and v with a head for each query head. Raises ValueError if these are no such tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.instance(name, x, Tensor)
-        require(x.is_floating_point(), f"{name} must hold floating-point numbers, got {x.dtype}")
+        wide = x.is_floating_point() and x.dtype.itemsize > 1
+        require(wide, f"{name} must hold floating-point numbers of 16 bits or more, got {x.dtype}")
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    fit = q.ndim == k.ndim == v.ndim == 4 and q.shape[2] >= 1
+    fit = q.ndim == k.ndim == v.ndim == 4 and min(q.shape[2:]) >= 1
     # k and v agree in batch, heads and length, and q and k in batch and D.
     fit = fit and k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]
     fit = fit and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     require(
         fit,
         "q, k and v must have the shapes (B, H, T, D), (B, G, S, D) and (B, G, S, E), with H a "
-        f"multiple of G and T at least 1; got {shapes}",
+        f"multiple of G, and T and D at least 1; got {shapes}",
     )
     group = q.shape[1] // k.shape[1]
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -384,9 +384,11 @@ def _check_points(points: list[Any], blocks: int) -> None:
         require(finite, f"{name} holds what is not finite")
         if name == "step":
             require(types <= {int} and min(column) >= 0, "step is no count")
-        if name.startswith("sink_"):
-            low, high = min(column), max(column)
-            require(low >= 0 and high <= 100, f"{name} of {low:g} to {high:g} is no share")
+        low, high = (min(column), max(column)) if column else (0, 0)
+        of_range = f"{name} is of {low:g} to {high:g}"
+        require(not name.startswith("sink_") or 0 <= low <= high <= 100, f"{of_range}: no share")
+        require(not name.startswith("excess_") or high <= 1, f"{of_range}: more than all attention")
+        require(not name.endswith("loss") or low >= 0, f"{of_range}: no loss")
 
 
 def _check_curve(curve: np.ndarray, metrics: Json, model: Json) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from sinkutils.study.config import (
 )
 from sinkutils.study.grid import by_name, plan, presets, resolve
 from sinkutils.study.record import (
+    ADVICE,
     ATTENTION,
     FILES,
     JSONS,
@@ -255,11 +257,14 @@ class Runs:
             )
         entries = []
         for entry in entries_of(self.folder / preset, of):
+            if entry.status != "corrupt":
+                reason = _stale(entry.config, preset, entry.experiment, entry.seed)
+                entry = entry._replace(status="stale", reason=reason) if reason else entry
+            entries.append(entry)
+        entries = _without_copies(entries, preset)
+        for entry in entries:
             if entry.status == "corrupt":
                 warnings.warn(str(entry.reason), stacklevel=2)
-            elif reason := _stale(entry.config, preset, entry.experiment, entry.seed):
-                entry = entry._replace(status="stale", reason=reason)
-            entries.append(entry)
         return entries
 
 
@@ -322,6 +327,22 @@ def _different(wanted: Json, config: Json, path: str = "") -> Iterator[str]:
             yield from _different(value, other, f"{path}{name}.")
         elif value != other:
             yield f"{path}{name}"
+
+
+def _without_copies(entries: list[Entry], preset: str) -> list[Entry]:
+    """The entries; corrupt are those of an experiment that share their metrics.json.
+
+    No two seeds have the same curve, so that one of them holds the file of another.
+    """
+    times = Counter((x.experiment, x.digest) for x in entries if x.digest and x.status != "stale")
+    checked = []
+    for entry in entries:
+        if times[entry.experiment, entry.digest] > 1 and entry.status != "stale":
+            name = f"{preset}/{entry.experiment}/{entry.seed}"
+            reason = f"record {name}: metrics.json is that of another seed as well: {ADVICE}"
+            entry = entry._replace(status="corrupt", reason=reason, config={}, value=None)
+        checked.append(entry)
+    return checked
 
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:

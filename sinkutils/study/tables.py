@@ -40,6 +40,7 @@ class Entry(NamedTuple):
     reason: str | None
     config: Json  # empty for a corrupt record
     value: Any
+    digest: str  # of its metrics.json, if it has a curve; else ""
 
 
 def entries_of(preset: Path, of: Of | None = None) -> list[Entry]:
@@ -104,9 +105,10 @@ def _entry(folder: Path, of: Of | None) -> Entry:
     try:
         record = read_record(folder)
         value = of(record) if of else None
-        result = (record.status, record.reason, record.config, value)
+        digest = record.digests["metrics.json"] if record.metrics["curve"] else ""
+        result = (record.status, record.reason, record.config, value, digest)
     except CorruptRecord as error:
-        result = ("corrupt", str(error), {}, None)
+        result = ("corrupt", str(error), {}, None, "")
     return Entry(folder.parent.name, seed_of(folder), *result)
 
 

@@ -188,7 +188,13 @@ def test_a_sink_in_float32_is_not_rounded_beside_queries_in_bfloat16():
 def test_what_does_not_fit_is_refused():
     q, k, v = (x.detach() for x in draw())
     refuses(r"H a multiple of G", attend, q[:, :3], k, v)
-    refuses("k must hold floating-point numbers, got torch.int64", attend, q, k.long(), v)
+    numbers = "k must hold floating-point numbers of 16 bits or more, got torch."
+    refuses(numbers + "int64", attend, q, k.long(), v)
+    refuses(numbers + "float8_e4m3fn", attend, q, k.to(torch.float8_e4m3fn), v)
+    refuses("T and D at least 1", attend, q[..., :0], k[..., :0], v)
+    refuses(
+        r"sink_logit of shape \(4,\) .* got \('\[0, 0", attend, q, k, v, SINK, sink_logit=[0] * 4
+    )
     refuses("v must be of type Tensor, got ndarray", attend, q, k, v.numpy())
     refuses("spec must be of type AttentionSpec, got str", attend, q, k, v, "softmax")
     refuses(r"must have the shapes \(B, H, T, D\)", attend, q, k[..., :5], v)

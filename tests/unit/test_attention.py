@@ -209,7 +209,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     for message, (x, fields, given) in {
         "q, k and v must have the shapes": ((q[0], k[0], v[0]), {}, {}),
         r"got \[\(2, 2, 5, 3\), \(2, 2, 4, 3\)": ((q, k[:, :, 1:], v), {}, {}),
-        "T at least 1; got": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
+        "T and D at least 1; got": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
         r"takes key_bias of shape \(2, 3\) .* got None": ((q, k, v), {"bias": "k"}, {}),
         r"takes key_bias of shape None \(None: leave it out\)": ((q, k, v), {}, {"key_bias": key}),
         r"takes key_bias .* got \(1, 3\)": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),

@@ -225,6 +225,99 @@ def test_positions_that_are_none_are_refused(family):
         refuses(message, measure, model, {"input_ids": ids, "position_ids": positions})
 
 
+@pytest.mark.filterwarnings("ignore:position_ids have steps")
+@pytest.mark.parametrize("masked", [True, False])
+def test_positions_between_whole_numbers_begin_no_text(masked):
+    model, ids = build("llama"), tokens(1)
+    given = {"position_ids": torch.arange(T)[None] / 2}
+    if masked:
+        given["attention_mask"] = torch.ones_like(ids)
+    with torch.no_grad():
+        maps = model(ids, **given, use_cache=False, output_attentions=True).attentions
+    expected = alpha_by_definition(maps, TARGETS)
+    assert_close(measure(model, {"input_ids": ids} | given, TARGETS).alpha, expected, **close)
+
+
+def test_what_is_no_real_number_is_refused():
+    model, ids = build("llama"), tokens(1)
+    half = torch.arange(T)[None] / 2
+    for name, x, message in (
+        ("position_ids", half > 1, "position_ids must be numbers, got booleans"),
+        ("position_ids", half * torch.nan, "position_ids must hold real numbers"),
+        ("position_ids", half + 0j, "position_ids must hold real numbers"),
+        ("attention_mask", torch.ones(1, T) * torch.inf, "attention_mask must hold real numbers"),
+        ("seq_idx", half * torch.nan, "seq_idx must hold real numbers"),
+    ):
+        refuses(message, measure, model, {"input_ids": ids, name: x})
+
+
+def test_a_batch_on_which_the_model_itself_does_not_run_is_refused_in_its_words():
+    model, ids = build("llama"), tokens(1)
+    several = torch.arange(T).flip(0).expand(3, 1, T)
+    says = "LlamaForCausalLM does not run on this batch: RuntimeError"
+    refuses(says, measure, model, {"input_ids": ids, "position_ids": several})
+    model.model.layers[0].register_forward_hook(lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):  # a hook's error is its own
+        measure(model, ids)
+
+
+def adapted(model):
+    """As PEFT: a forward that takes the name of an adapter for each row."""
+    inner, known = model.model, {"a": 0, "b": 1, "c": 2}
+
+    def forward(input_ids, adapter_names=None, **others):
+        names = ["a"] * len(input_ids) if adapter_names is None else adapter_names
+        if len(names) != len(input_ids):
+            raise ValueError("as many names as rows")
+        steps = torch.tensor([[1 + known[name]] for name in names])
+        positions = torch.arange(input_ids.shape[1]) * steps
+        return inner(input_ids, position_ids=positions, attention_mask=torch.ones_like(input_ids))
+
+    model.forward = forward
+    return model
+
+
+def test_names_for_each_row_go_with_their_rows():
+    model, ids = adapted(build("llama")), tokens(12)
+    names = [*"abc" * 4]
+    mask = torch.ones_like(ids)
+    mask[::4, :5] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "adapter_names": names}
+    report = measure(model, batch, TARGETS, batch_size=2)
+    for index, name in enumerate(names):
+        one = {"input_ids": ids[index, None, mask[index] > 0], "adapter_names": [name]}
+        assert_close(report.alpha[index], measure(model, one, TARGETS).alpha[0], **close)
+    del batch["attention_mask"]
+    shown = measure(model, batch, TARGETS)
+    plain = measure(model, ids, TARGETS)
+    assert_close(shown.alpha[::3], plain.alpha[::3], **close)
+    assert (shown.alpha[1:3] - plain.alpha[1:3]).abs().amax(dim=(1, 2, 3)).min() > 1e-4
+    page = explore(model, batch)
+    assert page.data["alpha"][1] == pytest.approx(shown.alpha[1, 0].flatten().tolist(), abs=2e-3)
+
+
+def test_an_entry_counts_that_only_one_of_many_rows_shows():
+    model, ids = adapted(build("llama")), tokens(1).repeat(12, 1)
+    inner = model.forward
+    model.forward = lambda input_ids, kind=None, **others: inner(
+        input_ids, None if kind is None else ["a" if k < 9 else "b" for k in kind]
+    )
+    report = measure(model, {"input_ids": ids, "kind": torch.arange(12)})
+    assert_close(report.alpha[:9], report.alpha[:1].expand(9, -1, -1, -1), **close)
+    assert (report.alpha[9:] - report.alpha[:1]).abs().max() > 1e-4
+
+
+def test_a_container_that_changes_the_pass_is_of_no_one_row():
+    model, ids = build("llama"), tokens()
+    inner = model.model
+    model.forward = lambda input_ids, more=None, **others: inner(
+        inputs_embeds=inner.embed_tokens(input_ids)
+        * (1 if more is None else more[0][:, None, None])
+    )
+    scales = [torch.tensor([1.0, 2.0, 3.0])]
+    refuses("more is of no one row", measure, model, {"input_ids": ids, "more": scales})
+
+
 def test_an_entry_that_only_a_forward_of_ones_own_reads_counts():
     model, ids = build("llama"), tokens()
     inner = model.model

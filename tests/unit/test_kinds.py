@@ -650,6 +650,39 @@ def test_of_a_module_and_its_trained_copy_the_one_that_runs_is_measured():
     assert_close(measure(model, ids, TARGETS).alpha, plain, **close)
 
 
+class PeftMixedModel(torch.nn.Module):
+    """As in PEFT: around a tuner, around the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = torch.nn.Module()
+        self.base_model.model = model
+
+    def forward(self, input_ids, **others):
+        return self.base_model.model(input_ids=input_ids % 50 + 3, **others)
+
+
+def test_adapters_of_several_kinds_at_once_are_run_as_they_are_handed_over():
+    model, ids = build("llama"), tokens()
+    expected = eager_alpha(model, ids % 50 + 3, TARGETS)
+    assert_close(measure(PeftMixedModel(model), ids, TARGETS).alpha, expected, **close)
+
+
+def test_prompts_that_are_switched_off_are_no_reason_to_refuse():
+    model, ids = build("llama"), tokens()
+
+    class Prompted(torch.nn.Module):
+        active_peft_config = types.SimpleNamespace(is_prompt_learning=True)
+
+        def get_base_model(self):
+            return model
+
+    wrapped = Prompted()
+    refuses("puts learned prompts before the ids", measure, wrapped, ids)
+    wrapped.forward = model.forward  # as PEFT's disable_adapter does
+    assert_close(measure(wrapped, ids).alpha, eager_alpha(model, ids, (1,)), **close)
+
+
 def test_hooks_inside_compiled_code_are_refused_and_others_are_run():
     model, ids = build("llama"), tokens()
     right = measure(model, ids).alpha

@@ -190,3 +190,24 @@ def test_a_forward_from_elsewhere_that_moves_positions_is_run():
 def test_a_library_that_only_holds_a_model_is_refused_with_the_place_of_the_model():
     holder = torch.nn.DataParallel(build("llama"))
     refuses(r"got DataParallel: give its \.module", measure, holder, tokens())
+
+
+def test_hooks_that_peft_leaves_where_a_pass_ends_by_an_error_are_removed():
+    model, ids = build("llama"), tokens()
+
+    def names(*_):
+        """As PEFT gives its layers the adapters of a batch."""
+
+    names.__module__ = "peft.tuners.lora.model"
+
+    def forward(input_ids, **_):
+        model.lm_head.register_forward_pre_hook(names)
+        raise ValueError("as many adapters as rows")
+
+    kept = model.lm_head.register_forward_pre_hook(names)  # by the user, before
+    model.forward = forward
+    before = state_of(model)
+    for operate in (measure, su.surgery.untouched):
+        with pytest.raises(ValueError, match="as many adapters"):
+            operate(model, ids)
+    assert state_of(model) == before and kept.id in model.lm_head._forward_pre_hooks

@@ -110,7 +110,7 @@ BROKEN = {
     "sizes, .bin": r"has a config.json of a model with 124,439,808 weights, and 21,664 in its files",
     "integers": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: torch.int8\)",
     "integers, .bin": r"holds whole numbers \(model.layers.1.self_attn.q_proj.weight: torch.int8\)",
-    "tokenizer": "could not be loaded",
+    "tokenizer": "has a tokenizer that could not be read",
     "newer": "was saved by a later transformers",
 }
 
@@ -309,7 +309,7 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
     command = ["report", str(tmp_path / "model"), "-o"]
     with monkeypatch.context() as patch:
         early = AssertionError("loaded before the folder is looked at")
-        patch.setattr(load, "load_lm", Mock(side_effect=early))
+        patch.setattr(load, "from_transformers", Mock(side_effect=early))
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
         assert "there is no folder" in capsys.readouterr().err
         assert cli.main([*command, str(tmp_path)]) == 2
@@ -353,7 +353,7 @@ def test_a_gguf_file_or_a_folder_of_one_loads(tmp_path):
 
 
 def test_an_adapter_says_which_package_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
     adapter = {"base_model_name_or_path": "owner/base"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
@@ -556,6 +556,59 @@ def test_a_bin_file_beside_shards_that_differ_or_are_damaged_is_refused(tmp_path
     refuses("has a .bin file that is cut", load_lm, tmp_path, kind=ModelUnavailable)
 
 
+def test_shards_need_an_index_that_is_one(tmp_path):
+    build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    for contents in ("[]", '{"weight_map": {}}', '{"metadata": {}, "weight_map": ', "{}"):
+        index.write_text(contents)
+        says = "has a model.safetensors.index.json that is cut, or lacks metadata or weight_map"
+        refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+    index.unlink()
+    says = "has no model.safetensors: it holds shards of a model, which need their index"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("quantization_config", [], "quantization_config is no JSON object"),
+        ("quantization_config", "int8", "quantization_config is no JSON object"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "loaded: .Missing required"),
+        ("hidden_act", "nosuch", "looked up 'nosuch'"),
+    ],
+)
+def test_what_is_wrong_in_config_json_is_said(field, value, says, tmp_path):
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+)
+def test_settings_without_a_vocabulary_are_no_tokenizer_and_no_reason_to_refuse(file, tmp_path):
+    saved(tmp_path, tokenizer=False)
+    (tmp_path / file).write_text('{"chat_template": "{{ x }}"}')
+    _, tokenizer = load_lm(tmp_path)
+    assert probe("random", tokenizer, n=2).shape == (2, 64)
+    with refused("settings of a tokenizer, but no vocabulary; without it, only random"):
+        tokenizer.encode("text")
+
+
+def test_boolean_weights_are_whole_numbers(tmp_path):
+    saved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.ones(32, 32) > 0
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    refuses("whole numbers .*q_proj.weight: torch.bool", load_lm, tmp_path, kind=ModelUnavailable)
+
+
+@pytest.mark.parametrize("name", ["a/b/c/d", "C:\\models\\x", "https://host/org/name", "hf://a/b"])
+def test_an_address_or_a_path_that_is_not_there_is_no_hub_id(name):
+    refuses("no folder that is there, and no hub id", load_lm, name, kind=ModelUnavailable)
+
+
 def test_an_older_file_of_weights_that_is_loaded_in_place_of_a_newer_one_is_named(tmp_path):
     saved(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
@@ -620,7 +673,7 @@ def test_an_adapters_base_that_is_gone_is_named(tmp_path, monkeypatch):
     refuses("names no base model", load_lm, tmp_path, kind=ModelUnavailable)
     write(base_model_name_or_path="owner/base")
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(load, "find_spec", lambda name: True)
     fails = Mock(side_effect=OSError("We couldn't connect"))
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", fails)
     says = "is an adapter of 'owner/base', which is not in the local cache"

@@ -115,7 +115,9 @@ def test_what_is_no_attention_is_refused_with_its_layer():
     refuses("rows that sum to 0.5 to 0.5, not to 1", su.report, [maps[0] / 2])
     refuses("rows that sum to 2, more than 1", su.report, [maps[0] * 2], star=True)
     refuses("maps of layer 1 hold negative weights", su.report, [-maps[0]])
-    refuses("maps of layer 1 holds nan", su.report, [maps[0] / 0])
+    refuses(
+        "maps of layer 1 must hold real numbers, and none that is nan", su.report, [maps[0] / 0]
+    )
     refuses(r"of the shape \(B, H, T, T\), got .* \(4, 12, 12\)", su.report, maps[0])
     refuses("must be as many keys as queries", su.report, [maps[0][..., :5]])
     refuses("layer 2 has 2 texts of 12 tokens, and the first", su.report, [maps[0], maps[0][:2]])

@@ -124,6 +124,9 @@ def test_half_a_character_is_a_question_mark_as_in_a_corpus():
 def test_a_file_that_is_not_there_or_nests_too_deep_is_refused_in_words(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder or file"):
         read_texts("~nobody-of-that-name/a.txt")
+    (tmp_path / "long.jsonl").write_text('{"text": "one", "id": ' + "9" * 5000 + "}")
+    assert read_texts(tmp_path / "long.jsonl") == ["one"]  # though Python reads no such integer
+    (tmp_path / "long.jsonl").unlink()
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     refuses("deep.jsonl, line 1: expected a JSON object", read_texts, tmp_path / "deep.jsonl")
     refuses("unknown corpus", corpus.load_corpus, "~nobody-of-that-name")

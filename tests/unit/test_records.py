@@ -455,6 +455,8 @@ METRICS = {
     "a negative sink": ending(sink_2=-1.0),
     "a sink that is null": ending(sink_1=None),
     "a sink that is true": ending(sink_1=True),
+    "more excess than all attention": ending(excess_1=5.0),
+    "a negative loss": ending(valid_loss=-3.0),
     "a loss as a list": ending(valid_loss=[3.0]),
     "a loss as an object": ending(valid_loss={"nats": 3.0}),
     "a step that is half": WHOLE | {"curve": [END | {"step": 0.5}, END]},
@@ -505,6 +507,18 @@ def test_so_is_one_with_a_number_that_is_none(two, tmp_path, written):
 def test_so_is_one_with_strange_arrays_or_conditions(two, tmp_path, file, data):
     tamper(two, **{file: save(data) if isinstance(data, dict) else data})
     runs_say_what_is_wrong(tmp_path, rf"{file}\S* is whole, and of no run")
+
+
+def test_metrics_of_another_seed_are_found_beside_it_with_new_digests_too(two, tmp_path):
+    other = two.with_name("0")
+    made_up(tmp_path, "k_bias", 0, curve=[END, END | {"sink_1": 2.0}])
+    assert set(su.runs("smoke", tmp_path).status) == {"done"}
+    tamper(two, metrics=(other / "metrics.json").read_bytes())
+    with pytest.warns(UserWarning, match="metrics.json is that of another seed as well"):
+        table = su.runs("smoke", tmp_path)
+    rows = table[table.experiment == "k_bias"]
+    assert set(rows.status) == {"corrupt"} and len(rows) == 2
+    assert "done" in set(table.status)
 
 
 @pytest.mark.parametrize(

@@ -470,6 +470,7 @@ def test_bad_arguments_are_refused():
     for wrong in ("causal", 3):
         refuses("cases must be several names", su.sinkcheck.run, by_hand, cases=wrong)
     refuses("device junk is not there: RuntimeError", su.sinkcheck.run, by_hand, device="junk")
+    refuses("device None is not there: TypeError", su.sinkcheck.run, by_hand, device=None)
     one = su.sinkcheck.run(by_hand, cases=(name for name in ["causal"]))
     assert {outcome.case for outcome in one.outcomes} == {"causal"}
     assert su.sinkcheck.run(by_hand, cases=[]).outcomes == []

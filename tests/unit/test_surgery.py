@@ -725,5 +725,21 @@ def test_neurons_are_found_by_name_where_the_ffn_is_as_wide_as_the_hidden_state(
     assert_close(found.losses, untouched(model, ids).losses, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_change_may_run_and_measure_the_model_itself_which_is_then_not_edited(own, place, ids):
+    model = own_model() if own else build("llama")
+    logits = (lambda: model(ids)) if own else lambda: model(ids).logits
+    plain, alpha, seen = logits(), measure(model, ids).alpha, []
+
+    def change(x):
+        seen.extend([logits(), measure(model, ids).alpha])
+        return x / 2
+
+    found = edit(model, ids, place, change, [0])
+    assert_close(seen, [plain, alpha])
+    assert torch.equal(found.losses, edit(model, ids, place, lambda x: x / 2, [0]).losses)
+
+
 def test_the_module_names_its_public_functions_alone():
     assert dir(sinkutils.surgery) == sorted(sinkutils.surgery.__all__)
