@@ -21,9 +21,9 @@ import torch
 from helpers import interrupted, made_up, refused, refuses
 
 from sinkutils import config, paths, train
-from sinkutils.__main__ import LOCKED, main
+from sinkutils.__main__ import main
 from sinkutils.checks import launched
-from sinkutils.commands import parser
+from sinkutils.commands import LOCKED, parser
 from sinkutils.study import grid, store
 from sinkutils.study import sweep as sweep_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
