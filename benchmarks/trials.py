@@ -1,4 +1,6 @@
-"""The numbers that claims need of kept weights, written to data/trials.csv: python benchmarks/trials.py [PRESET]
+"""The numbers that claims need of kept weights, written to data/trials.csv.
+
+    python benchmarks/trials.py [PRESET [FOLDER OF RECORDS]]
 
 Of windowed models the attention to each window's first key (Figure 6 middle), of models with a sink token the norm of
 its state (Figure 7 middle), of models with K biases what removing them does (Section 7.3). About a minute on one core.
@@ -15,11 +17,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import sinkutils as su
 from sinkutils import paths
 from sinkutils.measuring.probes import Subject
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.names import subject
-from sinkutils.study.store import Runs
 
 SEQUENCES = 50
 
@@ -90,26 +92,39 @@ def without_bias(own: Subject) -> dict[str, float]:
 TRIALS = {"window_1_4": window_first, "sink_token_default": star_hidden, "k_bias": without_bias}
 
 
-def main(preset: str = "laptop") -> None:
-    """Write the trials of every record that keeps its weights; those of other presets stay."""
+KEY = ("preset", "experiment", "seed", "quantity")
+
+
+def key(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in KEY)
+
+
+def main(preset: str = "laptop", folder: str | None = None) -> None:
+    """Write the trials of every record that keeps its weights. All other rows stay.
+
+    folder: the records, by default data/runs. Some records there have lost their weights to save
+    room; they were tried where they were trained.
+    """
     torch.set_num_threads(1)
     path = paths.ROOT / "data" / "trials.csv"
     with path.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["preset"] != preset]
-    for record in Runs().entries(preset):
-        if record.experiment not in TRIALS or record.weights is None:
+        rows = {key(row): row for row in csv.DictReader(file)}
+    for run in su.runs(preset, folder).itertuples():
+        if run.experiment not in TRIALS:
+            continue
+        record = su.record(run.experiment, preset, run.seed, folder)
+        if record.weights is None:
             continue
         for quantity, value in TRIALS[record.experiment](
             subject(str(record.folder), "cpu")
         ).items():
             row = {"preset": preset, "experiment": record.experiment, "seed": str(record.seed)}
-            rows.append(row | {"quantity": quantity, "value": f"{value:.6g}"})
+            row |= {"quantity": quantity, "value": f"{value:.6g}"}
+            rows[key(row)] = row
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(
-            file, ["preset", "experiment", "seed", "quantity", "value"], lineterminator="\n"
-        )
+        writer = csv.DictWriter(file, [*KEY, "value"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows.values())
 
 
 if __name__ == "__main__":
