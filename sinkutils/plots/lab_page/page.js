@@ -54,6 +54,7 @@ function readWords() {
 function writeWords() {
   const words = texts("page"), { alpha = 0, loss = 0 } = DATA.rounding ?? {};
   const rounding = { alpha: alpha.toFixed(3), loss: two(loss) };
+  if (OWN) words.title = said("own_title", { name: DATA.words[NAMES[0]].title });
   document.documentElement.lang = language();
   Object.assign(WORDS, ENGLISH, DATA.texts[language()].draw);
   for (const holder of document.querySelectorAll("[data-say]")) {
@@ -284,8 +285,8 @@ function show() {
     threshold: two(thresholdOf()), own: ownOf(results.edited, state.model) };
   $("summary").textContent = said("summary", values)
     + (configOf().star ? said("summary_own", values) : "");
-  const count = said("count", values);
-  $("operated").textContent = said("operating", { operations: operations().join(", "), count });
+  $("operated").textContent = said("operating", { operations: operations().join(", ") });
+  $("operated").append(make("span", { className: "narrow" }, said("count", values)));
   showNumbers();
   showControls();
   showWords();
@@ -383,8 +384,8 @@ function showCard(name) {
   const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
   const [holder, , words] = $(`model-${name}`).children, threshold = thresholdOf(name);
   const values = { found: above(alpha, threshold), all: alpha.length,
-    threshold: two(threshold), own: ownOf(results.byName[name], name) };
-  words.textContent = said(isLive(name) || OWN ? "card" : "card_short", values)
+    own: ownOf(results.byName[name], name) };
+  words.textContent = said("card", values)
     + (values.own ? said("card_own", values) : "");
   const svg = picture(holder, H * 10, rows * 10, "");
   svg.setAttribute("preserveAspectRatio", "none");

@@ -120,6 +120,7 @@ function openAddress() {
   setFresh(!location.hash);
   const { lang } = state;
   readAddress();
+  chosen = state.key > 0; // a link to a cell leads to it
   if (state.lang !== lang) writeWords();
   if (state.tour) return goTo(state.tour);
   showTour();
