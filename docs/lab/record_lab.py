@@ -22,6 +22,7 @@ import sinkutils as su
 from sinkutils.paths import read_yaml
 from sinkutils.plots.interactive import PALETTE
 from sinkutils.plots.lab import SOURCES, in_letters, own_text, record
+from sinkutils.plots.lab import packed as deflated
 from sinkutils.study.config import RunConfig
 from sinkutils.study.task import fix_position
 
@@ -139,7 +140,7 @@ def main() -> None:
     data |= {"sentences": sentences, "real": real_models(sentences)}
     if CHECKPOINTS.exists():
         data["models"], data["rounding"] = small_models()
-    data["text"] = in_letters(zlib.compress(own_text().encode(), 9))
+    data["text"] = deflated(own_text().encode())
     write_page(data)
 
 

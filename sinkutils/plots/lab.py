@@ -70,11 +70,11 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
         maps.append(shades)
         rows.append(report_row(report, shown["labels"]))
     count = report.alpha.shape[-1]
-    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": in_letters(zlib.compress(b"".join(maps), 9))}
+    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(b"".join(maps))}
     first = int(np.argmax(recorded[0]["alpha"])) + 1  # the head that is shown first
     data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
     data["words"] = {"own": {"title": printable(subject.name), "about": "", "head": first}}
-    return page_of(data | {"text": in_letters(zlib.compress(own_text().encode(), 9))})
+    return page_of(data | {"text": packed(own_text().encode())})
 
 
 def record(
@@ -178,6 +178,11 @@ def own_text() -> str:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 texts.append(ast.get_docstring(node) or "")
     return "\0".join(text for text in texts if text)
+
+
+def packed(content: bytes) -> str:
+    """Deflated, in letters."""
+    return in_letters(zlib.compress(content, 9))
 
 
 def in_letters(content: bytes) -> str:

@@ -153,7 +153,8 @@ function recordedSteps(query, key) {
     columns.push([said("follow_norm"), (one) => two(one.norm)],
       [said("follow_product"), (one) => two(one.weight * one.norm)]);
   }
-  return [make("div", {}, make("p", {}, said("follow_stored")), rowOfKeys(all, key, columns),
+  return [make("div", {}, make("p", {}, said("follow_stored")),
+    make("div", { className: "figure" }, rowOfKeys(all, key, columns)),
     formula(weightName(query, key), " = ", make("b", {}, two(share(query, key)))),
     sumFormula(query, all))];
 }

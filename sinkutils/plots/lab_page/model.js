@@ -97,7 +97,7 @@ async function weightsOf(set, models, known) {
   if (integers.length !== wanted) throw Error(`${integers.length} weights in place of ${wanted}`);
   let start = 0;
   tensors.forEach(([name, rows, columns], which) => {
-    const values = weights[name] = Float32Array.from(before[name] ?? { length: rows * columns });
+    const values = weights[name] = before[name]?.slice() ?? new Float32Array(rows * columns);
     const scale = scales[which], share = before[name] ? shares[which] : 0;
     for (let i = 0; i < values.length; i++) {
       values[i] = integers[start++] * scale + (share ? share * values[i] : 0);

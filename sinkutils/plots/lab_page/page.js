@@ -263,6 +263,13 @@ const inBoth = (place) =>
   [results.edited, results.trained].every(({ places }) => places.indexOf(place) > 0);
 const lossOf = ({ losses, places }) => mean(losses.filter((_, t) => inBoth(places[t + 1])));
 
+// The probability of the text's next token after the query, where that is the same token.
+function nextShare({ places, losses }) {
+  const [now, next] = results.edited.places?.slice(state.query - 1, state.query + 1) ?? [];
+  const at = places?.indexOf(now);
+  return at >= 0 && next !== undefined && places[at + 1] === next && Math.exp(-losses[at]);
+}
+
 // ---- what is shown
 
 function show() {
@@ -303,9 +310,11 @@ function showNumbers() {
   if (configOf().star) rows.push(["own_key", (one) => mean(starOf(one))]);
   if (configOf().sigmoid) rows.push(["spends", ({ spent }) => mean(spent)]);
   if (isLive()) rows.push([operated() ? "loss_both" : "loss", lossOf]);
+  if ([edited, trained].every(nextShare)) rows.push(["next_share", nextShare]);
+  const labels = { token: edited.labels[state.query - 1], next: edited.labels[state.query] };
   $("numbers").replaceChildren(...rows.map(([name, value]) => {
     const before = operated() && said("value_before", { value: two(value(trained)) });
-    return make("tr", {}, make("th", { scope: "row" }, said(name)),
+    return make("tr", {}, make("th", { scope: "row" }, said(name, labels)),
       make("td", {}, two(value(edited))), make("td", { className: "before" }, before || ""));
   }));
 }
