@@ -1,7 +1,8 @@
 // One token followed through one head: from a query and a key to the weight, and to what is summed.
 
 const sub = (letter, index) => make("i", {}, letter, make("sub", {}, String(index)));
-const signed = (number) => two(number).replace("-", "−");
+// With a minus that is as long as a plus, and none before a zero.
+const signed = (number) => two(number).replace(/^-(?=[0.,]+$)/, "").replace("-", "−");
 const nameOfKey = (key) => (key === STAR ? "*" : key + 1);
 
 // A table of numbers, a column a dimension, with a bar over each; the last column is their sum.
@@ -10,7 +11,8 @@ function vectors(rows, oneScale = false) {
   const largest = (values) => Math.max(...values.map(Math.abs), 1e-9);
   const ofAll = largest(rows.flatMap(({ values }) => values));
   const cell = (value, most) => {
-    const made = make("td", { className: value < 0 ? "minus" : "" }, signed(value));
+    const words = signed(value), below = words.startsWith("−");
+    const made = make("td", { className: below ? "minus" : "" }, words);
     made.style.setProperty("--size", Math.abs(value) / most);
     return made;
   };
@@ -99,7 +101,8 @@ function steps(query, key, { q, k, v, out, star, gates }) {
   const logits = make("div", {}, title(learned ? "follow_vectors" : "follow_vectors_rotary"), vectors([
     { name: sub("q", i), values: ofQuery }, { name: sub("k", j), values: ofKey },
     { name: make("span", {}, sub("q", i), " · ", sub("k", j)), total: product,
-      values: ofQuery.map((value, n) => value * ofKey[n]) }]), title("follow_logit"), formula(sub("s", `${i},${j}`), " = ", sub("q", i), " ", sub("k", j),
+      values: ofQuery.map((value, n) => value * ofKey[n]) }]), title("follow_logit"),
+  formula(sub("s", `${i},${j}`), " = ", sub("q", i), " ", sub("k", j),
     make("sup", {}, "⊤"), ` / √`, sub("d", "h"), ` = ${signed(product)} / √${D} = `,
     make("b", {}, signed(logit))));
   const columns = [["s", (one) => signed(one.logit)], ["A", (one) => two(one.weight), true]];

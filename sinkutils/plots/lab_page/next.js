@@ -98,7 +98,8 @@ function showWords() {
   $("words-after").textContent = said(after, { token, query: state.query, right }) + lost;
   const heads = ["", said("words_next"), said("words_really")]
     .map((words) => make("th", { scope: "col" }, words));
-  $("words-table").replaceChildren(make("tr", { className: "heads" }, ...heads), ...rows.map(({ title, next, really }) => {
+  const top = make("tr", { className: "heads" }, ...heads);
+  $("words-table").replaceChildren(top, ...rows.map(({ title, next, really }) => {
     const shown = next.map((one) => bar(one, really && one.token === really.token));
     const end = really ? bar(really, true) : said("words_end");
     return make("tr", {}, make("th", { scope: "row" }, title), make("td", {}, ...shown),
