@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import base64
 import zlib
 
 import numpy as np
@@ -22,8 +21,8 @@ from safetensors.numpy import load_file
 import sinkutils as su
 from sinkutils.paths import read_yaml
 from sinkutils.plots.interactive import PALETTE
-from sinkutils.plots.interactive import packed as deflated
-from sinkutils.plots.lab import SOURCES, own_text, record
+from sinkutils.plots.lab import SOURCES, in_letters, own_text, record
+from sinkutils.plots.lab import packed as deflated
 from sinkutils.study.config import RunConfig
 from sinkutils.study.task import fix_position
 
@@ -45,11 +44,11 @@ FINER = {"0": 0.5, "200": 0.7, "12000": 1.7}  # by step: the first tell little, 
 
 
 def packed(parts: list[bytes]) -> str:
-    """Deflated, each part with a code of its own, in letters of base 64."""
+    """Deflated, each part with a code of its own, in letters."""
     # Only runs of one byte are named: what else repeats among random numbers does so by chance.
     deflate = zlib.compressobj(9, strategy=zlib.Z_RLE)
     content = b"".join(deflate.compress(part) + deflate.flush(zlib.Z_BLOCK) for part in parts)
-    return base64.b64encode(content + deflate.flush()).decode()
+    return in_letters(content + deflate.flush())
 
 
 def quantise(weights: dict, base: dict, fine: float) -> tuple[dict, dict]:

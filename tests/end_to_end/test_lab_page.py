@@ -1,5 +1,6 @@
 """The lab's page, opened as a file in Chromium without a network: its tour, links, keyboard, and texts of any kind."""
 
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from browser import ROOT, SHOTS, chromium, needs_chromium, requests
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -72,8 +74,8 @@ def window(driver, width, height, scheme=""):
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def until(driver, condition):
-    end = time.monotonic() + 120  # a loaded machine
+def until(driver, condition, seconds=120):
+    end = time.monotonic() + seconds  # a loaded machine
     while not driver.execute_script(f"return Boolean({condition})"):
         assert time.monotonic() < end, condition
         time.sleep(0.05)
@@ -120,12 +122,15 @@ def test_the_sink_is_on_the_first_screen_of_a_desk_and_of_a_phone(driver, width,
         """)
         assert 0 < top < bottom
         assert (height - top) / (bottom - top) > 0.6  # most of the column
-        # The tour's button comes next: nothing covers it, and the Tab key goes down the page.
-        order = driver.execute_script("""
-            return ["tour-start", "skip", "sample", "text", "step", "hide"].map(
-                (id) => $(id).getBoundingClientRect().top);
+        # The question stands beside the map, or below it on a phone. What operates waits for it.
+        start, *order = driver.execute_script("""
+            return ["tour-start", "sample", "text", "step"].map((id) => $(id).getBoundingClientRect().top);
         """)
         assert order == sorted(order)
+        assert start < height if width > 1000 else bottom < start < order[0]
+        assert not by_id(driver, "hide").is_displayed()
+        if width > 1000:  # the whole map is seen
+            assert bottom < height
 
 
 def test_the_opening_shows_no_answer_of_the_tour_until_one_skips_it_or_uses_a_control(driver):
@@ -136,7 +141,7 @@ def test_the_opening_shows_no_answer_of_the_tour_until_one_skips_it_or_uses_a_co
         return {not part.is_displayed() for part in hidden}
 
     visit(driver, "")
-    assert covered() == {True} and by_id(driver, "curtain").is_displayed()
+    assert covered() == {True} and by_id(driver, "tour-start").is_displayed()
     # One map is there at once, with the sink in it: most queries look at <fix>.
     assert by_id(driver, "map").is_displayed()
     sink = "return [state.head, mean([...Array(9).keys()].map((i) => results.edited.weightIn(11)(i, 0)))]"
@@ -146,7 +151,7 @@ def test_the_opening_shows_no_answer_of_the_tour_until_one_skips_it_or_uses_a_co
     assert "Now try" not in by_id(driver, "welcome").text
     by_id(driver, "skip").click()
     settled(driver)
-    assert covered() == {False} and not by_id(driver, "curtain").is_displayed()
+    assert covered() == {False} and not by_id(driver, "skip").is_displayed()
     assert "Now try:" in by_id(driver, "welcome").text
     assert "Tour done" not in by_id(driver, "welcome").text
     visit(driver, "")
@@ -230,7 +235,7 @@ def test_a_real_model_is_shown_in_its_sentences_alone_with_what_was_stored_of_it
     settled(driver)
     assert with_bos == 54 and driver.execute_script(heads) == 0  # as "What we see" has it
     low = "return [above(results.edited.alpha, 0.3), mean(results.edited.alpha) < 0.26]"
-    assert driver.execute_script(low) == [6, True]  # "a few heads", "below even attention"
+    assert driver.execute_script(low) == [6, True]  # at 0.30 few; "below even attention"
     by_id(driver, "bos").click()
     settled(driver)
     summary = by_id(driver, "summary").text
@@ -238,7 +243,7 @@ def test_a_real_model_is_shown_in_its_sentences_alone_with_what_was_stored_of_it
     T = driver.execute_script("return results.edited.labels.length")
     even = sum(1 / t for t in range(1, T + 1)) / T
     assert f"even attention {even:.2f}" in by_id(driver, "numbers").text
-    assert "short text" in by_id(driver, "model-gemma-3-270m").text
+    assert f"{driver.execute_script(heads)} of 72" in by_id(driver, "model-gemma-3-270m").text
     # The shades of every map are of the model that the numbers are of.
     far = """
         const { labels: { length: T }, alpha, weightIn } = results.edited;
@@ -370,7 +375,7 @@ def test_dots_frame_card_and_count_follow_the_fixed_token_to_its_new_place(drive
     summary = by_id(driver, "summary").text
     assert summary.startswith(f"{on_fix} of 16 heads give “<fix>” more than 0.30")
     assert summary.endswith("(13 before).")
-    assert f"{on_fix} of 16 heads" in by_id(driver, "model-fixed_1").text
+    assert f"{on_fix} of 16" in by_id(driver, "model-fixed_1").text
     assert "<fix> is in place 4" in by_id(driver, "operations").text
     assert f"even attention {even:.2f}" in by_id(driver, "numbers").text
     above = """
@@ -542,8 +547,9 @@ def test_the_first_screen_of_a_phone_says_that_an_operation_is_on(driver):
 @pytest.mark.parametrize("width", [320, 420, 1280])
 def test_no_page_is_wider_than_its_window(driver, scheme, width):
     with window(driver, width, 900, scheme):
-        visit(driver, "#model=k_bias&key=1&query=6")
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        for address in ("#model=k_bias&hide=1&lang=de", "#model=k_bias&key=1&query=6"):
+            visit(driver, address)
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         driver.save_screenshot(str(SHOTS / f"lab_{width}_{scheme}.png"))
 
 
@@ -635,7 +641,7 @@ def test_a_model_grows_pauses_steps_and_is_then_operated_on(driver):
     until(driver, "operated() && results.edited !== results.trained")
     assert by_id(driver, "numbers").text != before
     driver.execute_script("look({ key: OWN_KEY })")
-    until(driver, "document.getElementById('follow-steps').children.length > 5")
+    until(driver, "document.getElementById('follow-steps').children.length === 3")
     press(driver, "grow-again")
     until(driver, "growth.seed === 1 && growth.curve.length > 0")
     press(driver, "grow-start")
@@ -643,7 +649,7 @@ def test_a_model_grows_pauses_steps_and_is_then_operated_on(driver):
 
 def test_a_cell_is_followed_in_numbers_that_add_up(driver):
     visit(driver, "#model=fixed_1&head=12&query=9&key=1")
-    until(driver, "document.getElementById('follow-steps').children.length > 5")
+    until(driver, "document.getElementById('follow-steps').children.length === 3")
     text = by_id(driver, "follow-steps").text
     logit, share = driver.execute_script("""
         const { watched: { q, k }, weightIn } = results.edited, { D } = configOf();
@@ -672,6 +678,41 @@ def test_a_cell_is_followed_in_numbers_that_add_up(driver):
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (360, 740)])
+def test_a_link_to_a_cell_leads_to_it(driver, width, height):
+    with window(driver, width, height):
+        visit(driver, "#model=fixed_1&head=12&query=9&key=1")
+        until(driver, "document.getElementById('follow-steps').children.length === 3")
+        cell, numbers = driver.execute_script("""
+            return [document.querySelector("#map svg").lastChild, $("follow")]
+                .map((part) => part.getBoundingClientRect()).map(({ top, bottom }) => [top, bottom]);
+        """)
+        assert 0 < cell[0] < cell[1] < numbers[0] < height
+
+
+def test_a_negative_number_has_its_bar_below_the_line(driver):
+    visit(driver, "#model=fixed_1&head=12&query=9&key=1")
+    until(driver, "document.getElementById('follow-steps').children.length === 3")
+    places = driver.execute_script("""
+        return [...document.querySelectorAll(".vectors td:not(.total)")].map((cell) =>
+            [cell.textContent, getComputedStyle(cell, "::before").backgroundPosition]);
+    """)
+    assert {number.startswith("−") for number, _ in places} == {True, False}
+    for number, place in places:
+        assert place.startswith("0px 16px") == number.startswith("−")
+
+
+def test_an_operation_moves_no_control(driver):
+    with window(driver, 1280, 800):
+        visit(driver)
+        top = "return document.getElementById('hide').getBoundingClientRect().top + scrollY"
+        before = driver.execute_script(top)
+        press(driver, "hide")
+        until(driver, "operated()")
+        settled(driver)
+        assert driver.execute_script(top) == before
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (360, 740)])
 def test_a_cell_that_is_clicked_and_its_numbers_share_the_screen(driver, width, height):
     with window(driver, width, height):
         visit(driver)
@@ -682,22 +723,23 @@ def test_a_cell_that_is_clicked_and_its_numbers_share_the_screen(driver, width, 
             Object.assign(event, { clientX: x + width / 2, clientY: bottom - 30 });
             document.getElementById("map").dispatchEvent(new MouseEvent("click", event));
         """)
-        until(driver, "document.getElementById('follow-steps').children.length > 5")
+        until(driver, "document.getElementById('follow-steps').children.length === 3")
         cell, numbers, end = driver.execute_script("""
             return [document.querySelector("#map svg").lastChild, $("follow-title"), $("follow")]
                 .map((part) => part.getBoundingClientRect().bottom);
         """)
         assert 0 < cell < numbers <= end <= height
-        assert "to “<fix> (1)”: 0." in by_id(driver, "follow-title").text
+        assert "gives 0." in by_id(driver, "follow-title").text
+        assert "to “<fix>” (1)" in by_id(driver, "follow-title").text
 
 
 def test_bars_of_one_sum_have_one_scale(driver):
     visit(driver, "#model=fixed_1&head=12&query=9&key=3")
-    until(driver, "document.getElementById('follow-steps').children.length > 5")
+    until(driver, "document.getElementById('follow-steps').children.length === 3")
     of_rows = driver.execute_script("""
         return [...document.querySelectorAll(".vectors")].at(-1).querySelectorAll("tr").values()
             .map((row) => [...row.querySelectorAll("td:not(.total)")].map((cell) => [
-                Number(cell.textContent), Number(cell.style.getPropertyValue("--size"))])).toArray();
+                Number(cell.textContent.replace("−", "-")), Number(cell.style.getPropertyValue("--size"))])).toArray();
     """)
     cells = [cell for row in of_rows for cell in row]
     largest = max(abs(number) for number, _ in cells)
@@ -715,8 +757,8 @@ def test_heads_that_rest_on_their_own_key_are_counted(driver):
     visit(driver, "#model=k_bias")
     own = driver.execute_script("return above(starOf(results.edited), 0.3)")
     assert own > 10
-    assert f"{own} give as much to a key of their own" in by_id(driver, "summary").text
-    assert f"{own} to an own key" in by_id(driver, "model-k_bias").text
+    assert f"to a key of their own: {own}." in by_id(driver, "summary").text
+    assert f"{own} on own keys" in by_id(driver, "model-k_bias").text
     assert "own key" not in by_id(driver, "model-fixed_1").text
 
 
@@ -750,11 +792,21 @@ def test_losing_the_sink_shows_in_the_next_tokens(driver):
     for row in ("as trained", "first token hidden", "largest number × 0", "A key of its own"):
         assert row in rows
     press(driver, "words-worst")
+    said = by_id(driver, "words-after").text
     untouched, hidden, *_, own, own_hidden = driver.execute_script("""
         const at = results.edited.places[state.query - 1];
         return rowsAfter(at).map(({ really }) => really.share);
     """)
     assert untouched > hidden + 0.1  # it says the right token far less often
+    assert f"gives this {untouched:.2f}; with the first token hidden, {hidden:.2f}" in said
+    # An operation that has a row already has no second one; another has.
+    press(driver, "hide")
+    until(driver, "operated()")
+    settled(driver)
+    assert "as you have set it" not in by_id(driver, "words-table").text
+    press(driver, "flat")
+    settled(driver)
+    assert "as you have set it" in by_id(driver, "words-table").text
     assert abs(own - own_hidden) < untouched - hidden
 
 
@@ -867,34 +919,117 @@ def test_a_page_with_a_model_of_ones_own(driver, tmp_path):
     until(driver, "results.model === 'grown'")
 
 
-# What five newcomers are asked to do, and where they click. None needs more than four actions.
-def test_five_tasks_of_newcomers(driver):
+# What five newcomers are asked to do, by the clicks they make. Each begins at the first screen.
+def click(driver, name):
+    """Click what a visitor sees, where it is."""
+    part = by_id(driver, name)
+    driver.execute_script("arguments[0].scrollIntoView({ block: 'center' })", part)
+    part.click()
+
+
+def enter(driver):
+    """Open the page without a link, see the sink, and go to the lab."""
     visit(driver, "")
-    # 1. Find a token that most others look at. It is on the first screen.
-    assert "<fix>" in by_id(driver, "map").find_element(By.TAG_NAME, "svg").get_attribute(
-        "aria-label"
-    )
-    # 2. Say how many heads do so.
-    by_id(driver, "tour-start").click()
-    by_id(driver, "guess").send_keys(Keys.ARROW_RIGHT)
-    by_id(driver, "reveal").click()
-    until(driver, "document.getElementById('verdict').textContent.includes('13 of 16')")
-    by_id(driver, "tour-end").click()
-    # 3. Take it away, and read what the model says worse.
-    by_id(driver, "hide").click()
+    assert "to “<fix>”" in by_id(driver, "map").find_element(By.TAG_NAME, "svg").text
+    click(driver, "skip")
+    settled(driver)
+
+
+def test_newcomer_1_grows_a_sink_with_another_seed(driver):
+    visit(driver, "")
+    click(driver, "grow-again")
+    # Not by a chance of the first steps.
+    until(driver, "growth.steps >= 300 && growth.curve.at(-1).star >= 25", 600)
+    said = by_id(driver, "grow-state").text
+    found = driver.execute_script("return growth.curve.at(-1)")
+    print(said)  # with the steps a second of this machine
+    assert by_id(driver, "seed").get_attribute("value") == "1"
+    assert "to a key of their own: " in said
+    assert found["star"] > 10 * found["first"]  # the sink is where it costs nothing
+    click(driver, "grow-start")
+    click(driver, "grow-operate")
+    until(driver, "results.model === 'grown' && results.edited")
+    assert re.search("key of their own: [1-4]", by_id(driver, "summary").text)
+
+
+def test_newcomer_2_follows_a_cell_to_its_sum(driver):
+    enter(driver)
+    cell = driver.execute_script("""
+        const map = $("map"), frame = map.querySelector(`rect[stroke="${DATA.colors.first}"]`);
+        map.scrollIntoView({ block: "center" });
+        const [all, first] = [map, frame].map((part) => part.getBoundingClientRect());
+        return [first.x + first.width / 2 - all.x - all.width / 2, first.y + first.height / 2 - all.y - all.height / 2];
+    """)
+    ActionChains(driver).move_to_element_with_offset(by_id(driver, "map"), *cell).click().perform()
+    until(driver, "document.getElementById('follow-steps').children.length === 3")
+    steps = by_id(driver, "follow-steps").text
+    assert re.findall(r"^\d\. (\w+)", steps, re.MULTILINE) == ["Query", "Logit", "Weight", "Output"]
+    # What is written adds up: the products give the logit, the logit and its row give the weight.
+    products, logit = re.search(r"= (−?\d+\.\d\d) / √16 = (−?\d+\.\d\d)", steps).groups()
+    products, logit = (float(number.replace("−", "-")) for number in (products, logit))
+    assert products / 4 == pytest.approx(logit, abs=0.01)
+    weight = re.search(r"gives ([\d.]+) to “<fix>”", by_id(driver, "follow-title").text)[1]
+    cells = driver.find_elements(By.CSS_SELECTOR, ".keys td:nth-child(3)")
+    row = [float(cell.text) for cell in cells]
+    assert float(weight) == max(row)
+    assert sum(row) == pytest.approx(1, abs=0.05)  # each has two decimals
+
+
+def test_newcomer_3_takes_the_sink_away_and_reads_what_is_lost(driver):
+    enter(driver)
+    click(driver, "hide")
     until(driver, "operated()")
     settled(driver)
-    press(driver, "words-worst")
-    assert "first token hidden" in by_id(driver, "words-table").text
-    # 4. Compute one weight by hand: its logit and the row are on the page.
-    by_id(driver, "map").send_keys(Keys.ARROW_LEFT)
-    until(driver, "!document.getElementById('follow').hidden")
-    # 5. Grow a model in which the first token is not needed, and send a colleague the link.
-    press(driver, "grow-start")
-    until(driver, "growth.curve.length >= 2")
-    press(driver, "grow-start")
-    press(driver, "copy")
+    assert "0 of 16 heads" in by_id(driver, "summary").text
+    assert "(13 before)" in by_id(driver, "summary").text
+    assert "probability of “b” after “num” 0.29 0.78 before" in by_id(driver, "numbers").text
+    click(driver, "words-worst")
+    said = r"goes on with “(\w+)”. As trained, the model gives this ([\d.]+); with the first token hidden, ([\d.]+)."
+    word, before, hidden = re.search(said, by_id(driver, "words-after").text).groups()
+    assert float(before) > 0.5 > 0.2 > float(hidden)
+    rows = driver.find_elements(By.CSS_SELECTOR, "#words-table tr > th:first-child")
+    assert [row.text for row in rows][1:3] == ["as trained", "first token hidden"]
+    likeliest = driver.execute_script("""
+        return [...document.querySelectorAll("#words-table td:nth-child(2)")].map(
+            (cell) => cell.querySelector("b").textContent);
+    """)
+    assert likeliest[0] == word != likeliest[1]  # another word comes first
+
+
+def test_newcomer_4_sends_a_colleague_what_is_seen(driver):
+    enter(driver)
+    driver.execute_script("document.getElementById('text').select()")
+    by_id(driver, "text").send_keys("Close the file and return its name.")
+    click(driver, "model-k_bias")
+    click(driver, "hide")
+    until(driver, "operated()")
+    settled(driver)
+    click(driver, "copy")
     until(driver, "document.getElementById('copied').textContent")
+    link = by_id(driver, "link").get_attribute("value")
+    seen = (
+        "return ['map', 'summary', 'operated'].map((id) => document.getElementById(id).innerHTML)"
+    )
+    before = driver.execute_script(seen)
+    driver.get("about:blank")
+    driver.get(link)
+    until(driver, "results.edited && NAMES.at(-1) in results.byName")
+    assert driver.execute_script(seen) == before
+    assert by_id(driver, "text").get_attribute("value") == "Close the file and return its name."
+
+
+def test_newcomer_5_writes_a_page_of_their_own(driver, tmp_path):
+    text = "Wait until the server answers, and then close it."
+    made = tmp_path / "lab.html"
+    command = [str(PYTHON), "-m", "sinkutils", "lab", "laptop/k_bias/0", text, "-o", str(made)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    driver.get(made.as_uri())
+    until(driver, "results.edited && document.querySelector('#map svg')")
+    assert by_id(driver, "text").get_attribute("value") == text
+    assert "k_bias" in driver.find_element(By.TAG_NAME, "h1").text
+    assert "0 of 16 heads" in by_id(driver, "summary").text
+    assert not by_id(driver, "models").is_displayed()  # there is nothing to choose
+    assert "Excess" in driver.find_element(By.TAG_NAME, "body").text
 
 
 @pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")

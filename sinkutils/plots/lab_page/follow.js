@@ -1,6 +1,8 @@
 // One token followed through one head: from a query and a key to the weight, and to what is summed.
 
 const sub = (letter, index) => make("i", {}, letter, make("sub", {}, String(index)));
+// With a minus that is as long as a plus, and none before a zero.
+const signed = (number) => two(number).replace(/^-(?=[0.,]+$)/, "").replace("-", "−");
 const nameOfKey = (key) => (key === STAR ? "*" : key + 1);
 
 // A table of numbers, a column a dimension, with a bar over each; the last column is their sum.
@@ -9,7 +11,8 @@ function vectors(rows, oneScale = false) {
   const largest = (values) => Math.max(...values.map(Math.abs), 1e-9);
   const ofAll = largest(rows.flatMap(({ values }) => values));
   const cell = (value, most) => {
-    const made = make("td", { className: value < 0 ? "minus" : "" }, two(value));
+    const words = signed(value), below = words.startsWith("−");
+    const made = make("td", { className: below ? "minus" : "" }, words);
     made.style.setProperty("--size", Math.abs(value) / most);
     return made;
   };
@@ -17,7 +20,7 @@ function vectors(rows, oneScale = false) {
   for (const { name, values, total } of rows) {
     const most = oneScale ? ofAll : largest(values);
     const cells = values.map((value) => cell(value, most));
-    const sum = make("td", { className: "total" }, total === undefined ? "" : `Σ ${two(total)}`);
+    const sum = make("td", { className: "total" }, total === undefined ? "" : `Σ ${signed(total)}`);
     table.append(make("tr", {}, make("th", { scope: "row" }, name), ...cells, sum));
   }
   return make("div", { className: "figure", tabIndex: 0, role: "region", ariaLabel: "" }, table);
@@ -68,13 +71,11 @@ function showFollowed() {
   const { watched, labels } = edited;
   $("follow").hidden = key === undefined;
   if (key === undefined) return;
-  const label = key === STAR ? said("follow_own") : labels[key];
   const [head] = nameOf(state.head - 1, configOf().H, edited.alpha).split(":");
-  const names = { query: `${labels[query]} (${state.query})`, head };
-  names.key = key === STAR ? label : `${label} (${key + 1})`;
-  const { share, starAt } = viewOf(state.head - 1);
-  names.weight = two(key === STAR ? starAt(query) : share(query, key));
-  $("follow-title").textContent = said("follow_title", names);
+  const { share, starAt } = viewOf(state.head - 1), own = key === STAR;
+  $("follow-title").textContent = said(own ? "follow_title_own" : "follow_title",
+    { query: labels[query], i: state.query, key: labels[key], j: key + 1, head,
+      weight: two(own ? starAt(query) : share(query, key)) });
   if (isLive() && watched?.head !== state.head) return; // not yet
   const made = isLive() ? steps(query, key, watched) : recordedSteps(query, key);
   $("follow-steps").replaceChildren(...made);
@@ -83,7 +84,7 @@ function showFollowed() {
 
 // The four steps, with the numbers that the worker has sent of the head.
 function steps(query, key, { q, k, v, out, star, gates }) {
-  const { labels, weightIn, stars } = results.edited, { D, sigmoid } = configOf();
+  const { labels, weightIn, stars } = results.edited, { D, sigmoid, learned } = configOf();
   const T = labels.length, head = state.head - 1, share = weightIn(head);
   const rowAt = (rows, t) => [...rows.subarray(t * D, t * D + D)];
   const keyOf = (at) => (at === STAR ? [...star] : rowAt(k, at));
@@ -97,28 +98,27 @@ function steps(query, key, { q, k, v, out, star, gates }) {
   const product = dot(ofQuery, ofKey), logit = product / Math.sqrt(D), weight = weightOf(key);
   const j = nameOfKey(key), i = query + 1;
   const title = (name) => make("h3", {}, said(name));
-  const made = [title("follow_vectors"), vectors([
+  const logits = make("div", {}, title(learned ? "follow_vectors" : "follow_vectors_rotary"), vectors([
     { name: sub("q", i), values: ofQuery }, { name: sub("k", j), values: ofKey },
     { name: make("span", {}, sub("q", i), " · ", sub("k", j)), total: product,
-      values: ofQuery.map((value, n) => value * ofKey[n]) }]),
-  title("follow_logit"), formula(sub("s", `${i},${j}`), " = ", sub("q", i), " ", sub("k", j),
-    make("sup", {}, "⊤"), ` / √`, sub("d", "h"), ` = ${two(product)} / √${D} = `,
-    make("b", {}, two(logit))),
-  title(sigmoid ? "follow_row_sigmoid" : "follow_row")];
-  const columns = [["s", (one) => two(one.logit)], ["A", (one) => two(one.weight), true]];
-  made.push(make("div", { className: "figure" }, rowOfKeys(all, key, columns)));
-  if (hidden(key)) made.push(make("p", {}, said("follow_hidden")));
-  else made.push(weightFormula(query, key, all, logit, weight, sigmoid));
-  made.push(title("follow_sum"));
-  if (key === STAR) made.push(make("p", {}, said("follow_zero")));
+      values: ofQuery.map((value, n) => value * ofKey[n]) }]), title("follow_logit"),
+  formula(sub("s", `${i},${j}`), " = ", sub("q", i), " ", sub("k", j),
+    make("sup", {}, "⊤"), ` / √`, sub("d", "h"), ` = ${signed(product)} / √${D} = `,
+    make("b", {}, signed(logit))));
+  const columns = [["s", (one) => signed(one.logit)], ["A", (one) => two(one.weight), true]];
+  const row = make("div", {}, title(sigmoid ? "follow_row_sigmoid" : "follow_row"),
+    hidden(key) ? make("p", {}, said("follow_hidden"))
+      : weightFormula(query, key, all, logit, weight, sigmoid),
+    make("div", { className: "figure" }, rowOfKeys(all, key, columns)));
+  const sum = make("div", {}, title("follow_sum"));
+  if (key === STAR) sum.append(make("p", {}, said("follow_zero")));
   const value = key === STAR ? Array(D).fill(0) : rowAt(v, key);
   const total = rowAt(out, query);
-  made.push(vectors([{ name: make("span", {}, said("follow_value"), make("sub", {}, String(j))), values: value },
+  sum.append(vectors([{ name: make("span", {}, said("follow_value"), make("sub", {}, String(j))), values: value },
     { name: said("follow_part"), values: value.map((one) => one * weight) },
-    { name: said("follow_out"), values: total }], true));
-  made.push(sumFormula(query, all));
-  if (gates) made.push(make("p", {}, said("follow_gate", { gate: two(gates[query]) })));
-  return made;
+    { name: said("follow_out"), values: total }], true), sumFormula(query, all));
+  if (gates) sum.append(make("p", {}, said("follow_gate", { gate: two(gates[query]) })));
+  return [logits, row, sum];
 }
 
 // A = e^s / sum of e^s, with the numbers in their places.
@@ -133,7 +133,7 @@ function weightFormula(query, key, all, logit, weight, sigmoid) {
   return formula(name, " = ", power(logit), " / (", ...terms, `${more}) = `, make("b", {}, two(weight)));
 }
 
-const power = (exponent) => make("span", {}, "e", make("sup", {}, two(exponent)));
+const power = (exponent) => make("span", {}, "e", make("sup", {}, signed(exponent)));
 
 // The output of the head: a sum over the keys, those with much weight written out.
 function sumFormula(query, all) {
@@ -156,7 +156,8 @@ function recordedSteps(query, key) {
     columns.push([said("follow_norm"), (one) => two(one.norm)],
       [said("follow_product"), (one) => two(one.weight * one.norm)]);
   }
-  return [make("p", {}, said("follow_stored")), rowOfKeys(all, key, columns),
+  return [make("div", {}, make("p", {}, said("follow_stored")),
+    make("div", { className: "figure" }, rowOfKeys(all, key, columns)),
     formula(weightName(query, key), " = ", make("b", {}, two(share(query, key)))),
-    sumFormula(query, all)];
+    sumFormula(query, all))];
 }

@@ -2,7 +2,7 @@
 // model of the lab like the others.
 
 const growth = { worker: null, running: false, config: null, curve: [], maps: [], seed: 0,
-  seconds: 0, steps: 0, drawing: false };
+  seconds: 0, steps: 0, drawing: false, back: false }; // back: one looks at an earlier frame
 
 const chosenKind = () => document.querySelector("[name=kind]:checked").value;
 
@@ -19,7 +19,8 @@ function startGrowth(running) {
   growth.worker.onmessage = ({ data }) => grown(data);
   growth.worker.onerror = ({ message }) => endGrowth(message);
   const config = { ...SHAPE, ...choice };
-  Object.assign(growth, { running, config, kind, seed, curve: [], maps: [], steps: 0, seconds: 0 });
+  Object.assign(growth, { running, config, kind, seed, curve: [], maps: [], steps: 0, seconds: 0,
+    back: false });
   delete DATA.models[GROWN];
   growth.worker.postMessage({ choice, seed, packed: DATA.text, vocabulary, merges, running });
   $("grow-state").textContent = said("grow_reading");
@@ -35,7 +36,8 @@ function grown(message) {
   if (step === RECIPE.steps) growth.running = false;
   addGrown(step);
   worker.postMessage({ set, grown: weights });
-  drawFilm();
+  if (growth.back) $("frame-step").max = growth.curve.length - 1;
+  else drawFilm();
   showGrowth();
 }
 
@@ -53,7 +55,8 @@ function addGrown(step) {
   DATA.models[GROWN] ??= { config, sets: {} };
   DATA.models[GROWN].sets[step] = {};
   const first = config.fixed ? said("grown_fixed") : "";
-  const values = { kind: texts("page")[`kind_${kind}`], first, seed, step, steps: RECIPE.steps, V };
+  const values = { kind: texts("page")[`kind_${kind}`], first, seed, V,
+    step: inWords(step), steps: inWords(RECIPE.steps) };
   DATA.words[GROWN] = { title: said("grown_title"), about: said("grown_about", values),
     head: DATA.words[GROWN]?.head ?? 1 };
   if (!NAMES.includes(GROWN)) NAMES.push(GROWN);
@@ -151,19 +154,20 @@ function drawMaps(holder, { labels, weightIn, stars, alpha }, { H, star, L }, na
 function drawCurve() {
   const holder = $("curve"), wide = Math.max(260, holder.clientWidth), high = 150;
   if (!holder.clientWidth) return;
-  const { curve, config } = growth, left = 34, top = 22, { steps } = RECIPE;
+  const { curve, config } = growth, left = 42, top = 22, { steps } = RECIPE;
   const svg = picture(holder, wide, high + top + 28, said("curve_title"));
   const x = (step) => left + (wide - left - 10) * step / steps, y = (share) => top + high * (1 - share / 100);
   write(svg, said("curve_title"), 4, 13, { "font-weight": "bold" });
-  for (const share of [0, 25, 50, 100]) {
+  const small = { fill: TONES.grey, "font-size": 11 };
+  for (const share of [0, 50, 100]) {
     line(svg, left, y(share), wide - 10, y(share));
-    write(svg, `${share} %`, left - 4, y(share) + 4, { "text-anchor": "end", fill: TONES.grey, "font-size": 10 });
+    write(svg, `${share} %`, left - 4, y(share) + 4, { ...small, "text-anchor": "end" });
   }
   for (const step of [0, steps / 2, steps]) {
     write(svg, inWords(step), x(step), top + high + 16,
-      { "text-anchor": step === steps ? "end" : "middle", fill: TONES.grey, "font-size": 10 });
+      { ...small, "text-anchor": step === steps ? "end" : "middle" });
   }
-  write(svg, said("curve_step"), x(steps / 4), top + high + 16, { fill: TONES.grey, "font-size": 10 });
+  write(svg, said("curve_step"), x(steps / 4), top + high + 16, small);
   if (!config) return;
   const kinds = [["first", said("curve_first"), DATA.colors.first]];
   if (config.star) kinds.push(["star", said("curve_star"), DATA.colors.star]);
@@ -178,7 +182,10 @@ function buildGrowth() {
   $("grow-start").onclick = press;
   $("grow-step").onclick = oneStep;
   $("grow-again").onclick = anotherSeed;
-  $("frame-step").oninput = ({ target }) => drawFilm(Number(target.value));
+  $("frame-step").oninput = ({ target: { value, max } }) => {
+    growth.back = Number(value) < Number(max);
+    drawFilm(Number(value));
+  };
   $("grow-operate").onclick = () => {
     change({ ...UNTOUCHED, model: GROWN, head: DATA.words[GROWN].head, key: 0, step: FIRST.step });
     $("lab").scrollIntoView();

@@ -65,6 +65,25 @@ function arrange(tokens, place, fixed = FIXED) {
 
 // ---- weights
 
+// The letters of base 85, in Python's order, with others for those that HTML would read.
+const BASE_85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;.=:?@^_`{|}~";
+
+// The bytes that were deflated and written in letters, four bytes in five of them. What the last
+// five lack was cut off, as were the bytes that it would stand for.
+async function inflate(letters) {
+  const values = new Uint8Array(128), lacking = (5 - letters.length % 5) % 5;
+  [...BASE_85].forEach((letter, value) => { values[letter.charCodeAt(0)] = value; });
+  const all = letters + "~".repeat(lacking), words = new DataView(new ArrayBuffer(all.length / 5 * 4));
+  for (let i = 0, at = 0; i < all.length; at += 4) {
+    let word = 0;
+    for (const end = i + 5; i < end; i++) word = word * 85 + values[all.charCodeAt(i)];
+    words.setUint32(at, word);
+  }
+  const bytes = words.buffer.slice(0, words.byteLength - lacking);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
 // The weights of a set, "model/step", by name; `known` keeps what was unpacked. Each tensor is
 // integers times a scale, and a share of the same tensor of another set, its base.
 async function weightsOf(set, models, known) {
@@ -78,7 +97,7 @@ async function weightsOf(set, models, known) {
   if (integers.length !== wanted) throw Error(`${integers.length} weights in place of ${wanted}`);
   let start = 0;
   tensors.forEach(([name, rows, columns], which) => {
-    const values = weights[name] = Float32Array.from(before[name] ?? { length: rows * columns });
+    const values = weights[name] = before[name]?.slice() ?? new Float32Array(rows * columns);
     const scale = scales[which], share = before[name] ? shares[which] : 0;
     for (let i = 0; i < values.length; i++) {
       values[i] = integers[start++] * scale + (share ? share * values[i] : 0);

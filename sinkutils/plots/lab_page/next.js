@@ -26,10 +26,16 @@ async function askWhatComesNext(now) {
   showWords();
 }
 
+// Whether what is set is an operation that has a row already.
+const amongEffects = () => Object.values(EFFECTS).some((edits) =>
+  Object.entries({ ...UNTOUCHED, ...edits }).every(([name, value]) => state[name] === value));
+
 // What is said of each row after the token at `place` of the text (-1: <fix>).
 function rowsAfter(place) {
   const all = [...effects.rows];
-  if (operated()) all.unshift({ name: state.model, row: "words_set", result: results.edited });
+  if (operated() && !amongEffects()) {
+    all.unshift({ name: state.model, row: "words_set", result: results.edited });
+  }
   return all.flatMap(({ name, row, result }) => {
     const { ids, shares } = result.next, at = result.places.indexOf(place);
     if (at < 0) return []; // it was dropped
@@ -41,7 +47,7 @@ function rowsAfter(place) {
     const words = said(row);
     const title = name === state.model ? words
       : said("words_other", { title: wordsOf(name).title, row: words });
-    return [{ title, next, really }];
+    return [{ row, title, next, really }];
   });
 }
 
@@ -49,7 +55,7 @@ function rowsAfter(place) {
 function rowsRecorded() {
   const { said: recorded, labels } = results.edited, at = state.query - 1;
   if (at + 1 >= labels.length) return []; // what comes after the text is not known
-  return recorded.map(({ row, next, shares }) => ({ title: said(row),
+  return recorded.map(({ row, next, shares }) => ({ row, title: said(row),
     next: next[at].map(([token, share]) => ({ token, share })),
     really: { token: labels[at + 1], share: shares[at] } }));
 }
@@ -83,11 +89,17 @@ function showWords() {
     $("words-worst").textContent = said("words_worst", at);
     $("words-worst").onclick = () => look({ query: worst, key: 0 });
   }
-  $("words-after").textContent = said("words_after", { token, query: state.query });
   const rows = isLive() ? rowsAfter(edited.places[state.query - 1]) : rowsRecorded();
+  const [before, hidden] = ["words_untouched", "words_hidden"].map(
+    (name) => rows.find(({ row }) => row === name)?.really);
+  const lost = before && hidden ? said("words_lost",
+    { before: two(before.share), hidden: two(hidden.share) }) : "";
+  const right = edited.labels[state.query], after = right === undefined ? "words_last" : "words_after";
+  $("words-after").textContent = said(after, { token, query: state.query, right }) + lost;
   const heads = ["", said("words_next"), said("words_really")]
     .map((words) => make("th", { scope: "col" }, words));
-  $("words-table").replaceChildren(make("tr", { className: "heads" }, ...heads), ...rows.map(({ title, next, really }) => {
+  const top = make("tr", { className: "heads" }, ...heads);
+  $("words-table").replaceChildren(top, ...rows.map(({ title, next, really }) => {
     const shown = next.map((one) => bar(one, really && one.token === really.token));
     const end = really ? bar(really, true) : said("words_end");
     return make("tr", {}, make("th", { scope: "row" }, title), make("td", {}, ...shown),
@@ -98,7 +110,7 @@ function showWords() {
 // A token and its probability, as a bar and as a number. `right`: it is the one that comes.
 function bar({ token, share }, right) {
   const length = make("span", { className: "bar" });
-  length.style.width = `${Math.round(60 * share)}px`;
-  return make("span", { className: right ? "word right" : "word" }, length,
-    make("b", {}, token), ` ${two(share)}`);
+  length.style.width = `${100 * share}%`;
+  return make("span", { className: right ? "word right" : "word" }, make("span", {}, length),
+    make("b", { title: token }, token), ` ${two(share)}`);
 }

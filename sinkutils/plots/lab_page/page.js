@@ -54,6 +54,7 @@ function readWords() {
 function writeWords() {
   const words = texts("page"), { alpha = 0, loss = 0 } = DATA.rounding ?? {};
   const rounding = { alpha: alpha.toFixed(3), loss: two(loss) };
+  if (OWN) words.title = said("own_title", { name: DATA.words[NAMES[0]].title });
   document.documentElement.lang = language();
   Object.assign(WORDS, ENGLISH, DATA.texts[language()].draw);
   for (const holder of document.querySelectorAll("[data-say]")) {
@@ -262,6 +263,13 @@ const inBoth = (place) =>
   [results.edited, results.trained].every(({ places }) => places.indexOf(place) > 0);
 const lossOf = ({ losses, places }) => mean(losses.filter((_, t) => inBoth(places[t + 1])));
 
+// The probability of the text's next token after the query, where that is the same token.
+function nextShare({ places, losses }) {
+  const [now, next] = results.edited.places?.slice(state.query - 1, state.query + 1) ?? [];
+  const at = places?.indexOf(now);
+  return at >= 0 && next !== undefined && places[at + 1] === next && Math.exp(-losses[at]);
+}
+
 // ---- what is shown
 
 function show() {
@@ -284,8 +292,8 @@ function show() {
     threshold: two(thresholdOf()), own: ownOf(results.edited, state.model) };
   $("summary").textContent = said("summary", values)
     + (configOf().star ? said("summary_own", values) : "");
-  const count = said("count", values);
-  $("operated").textContent = said("operating", { operations: operations().join(", "), count });
+  $("operated").textContent = said("operating", { operations: operations().join(", ") });
+  $("operated").append(make("span", { className: "narrow" }, said("count", values)));
   showNumbers();
   showControls();
   showWords();
@@ -302,9 +310,11 @@ function showNumbers() {
   if (configOf().star) rows.push(["own_key", (one) => mean(starOf(one))]);
   if (configOf().sigmoid) rows.push(["spends", ({ spent }) => mean(spent)]);
   if (isLive()) rows.push([operated() ? "loss_both" : "loss", lossOf]);
+  if ([edited, trained].every(nextShare)) rows.push(["next_share", nextShare]);
+  const labels = { token: edited.labels[state.query - 1], next: edited.labels[state.query] };
   $("numbers").replaceChildren(...rows.map(([name, value]) => {
     const before = operated() && said("value_before", { value: two(value(trained)) });
-    return make("tr", {}, make("th", { scope: "row" }, said(name)),
+    return make("tr", {}, make("th", { scope: "row" }, said(name, labels)),
       make("td", {}, two(value(edited))), make("td", { className: "before" }, before || ""));
   }));
 }
@@ -383,8 +393,8 @@ function showCard(name) {
   const { alpha } = results.byName[name], { H } = configOf(name), rows = alpha.length / H;
   const [holder, , words] = $(`model-${name}`).children, threshold = thresholdOf(name);
   const values = { found: above(alpha, threshold), all: alpha.length,
-    threshold: two(threshold), own: ownOf(results.byName[name], name) };
-  words.textContent = said(isLive(name) || OWN ? "card" : "card_short", values)
+    own: ownOf(results.byName[name], name) };
+  words.textContent = said("card", values)
     + (values.own ? said("card_own", values) : "");
   const svg = picture(holder, H * 10, rows * 10, "");
   svg.setAttribute("preserveAspectRatio", "none");

@@ -57,7 +57,7 @@ async function reveal(event) {
   const { heads, after } = stepNow(), found = answer(results.edited);
   const answered = heads ? said("answer_heads", { found, heads }) : two(found);
   const verdict = make("strong", {},
-    said("verdict", { guess: $("guess").value, answer: answered }));
+    said("verdict", { guess: heads ? $("guess").value : two(Number($("guess").value)), answer: answered }));
   $("verdict").replaceChildren(verdict, make("span", { innerHTML: after }));
   $("tour-next").focus();
   scrollTo(0, 0); // on a phone the picture is now below the verdict
@@ -120,6 +120,7 @@ function openAddress() {
   setFresh(!location.hash);
   const { lang } = state;
   readAddress();
+  chosen = state.key > 0; // a link to a cell leads to it
   if (state.lang !== lang) writeWords();
   if (state.tour) return goTo(state.tour);
   showTour();
