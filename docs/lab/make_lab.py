@@ -20,7 +20,8 @@ RECORDED = ("models", "rounding", "real", "sentences", "text")  # what record_la
 def data_of(page: str) -> dict:
     """What was recorded of the data that a page holds."""
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    return {name: data[name] for name in RECORDED}
+    early = json.loads(page.split("let DATA = ")[1].split(";\n")[0])
+    return {name: data[name] for name in RECORDED} | {"first": early["first"]}
 
 
 def write_page(recorded: dict, file: Path = PAGE) -> None:

@@ -6,10 +6,13 @@
   them the page keeps its weights.
 - Maps, norms and next tokens of the real models for the sentences in texts.yaml: `make models` installs the two.
 - The text that a model reads which grows in the page: the docstrings of this package, as they are now.
+- The first map, which the page shows while it is still being read: Node makes it by the page's own script.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import zlib
 
 import numpy as np
@@ -134,6 +137,32 @@ def real_models(sentences: list[str]) -> dict:
     return models
 
 
+def first_map() -> dict:
+    """What the page shows first, of its own weights and by its own script."""
+    texts, place = read_yaml(SOURCES / "texts.yaml"), 0
+    name, head, step = MODELS[0], texts["models"][MODELS[0]]["head"] - 1, 12_000
+    case = {"model": name, "step": step, "text": texts["samples"][0], "place": place}
+    case["edits"] = {"hide": 0, "element": 1, "flat": 0}
+    script = PAGE.parents[2] / "tests" / "end_to_end" / "lab_in_node.js"
+    command = ["node", str(script), str(PAGE)]
+    done = subprocess.run(command, input=json.dumps([case]), capture_output=True, text=True, check=True)
+    [answer] = json.loads(done.stdout)["answers"]
+    labels = answer["labels"]
+    T = len(labels)
+    weights = np.reshape(answer["maps"], (-1, T, T))[head]
+    block, of_block = divmod(head, su.config(name, "laptop").model.num_heads)
+    said = texts["said"]
+    title = said["map_title"].format(
+        model=texts["models"][name]["title"],
+        steps=said["steps_of"].format(steps=f"{step:,}"),
+        head=f"Head {of_block + 1} of block {block + 1}",
+        share=f"{weights[:, place].mean():.2f}",
+        token=labels[place],
+    )
+    rows = [[round(float(x), 3) for x in row[: i + 1]] for i, row in enumerate(weights)]
+    return {"labels": labels, "weights": rows, "title": title, "query": 8}
+
+
 def main() -> None:
     data = data_of(PAGE.read_text(encoding="utf-8"))
     sentences = read_yaml(SOURCES / "texts.yaml")["sentences"]
@@ -142,6 +171,7 @@ def main() -> None:
         data["models"], data["rounding"] = small_models()
     data["text"] = deflated(own_text().encode())
     write_page(data)
+    write_page(data | {"first": first_map()})
 
 
 if __name__ == "__main__":

@@ -191,7 +191,10 @@ def in_letters(content: bytes) -> str:
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """The page with these models: words, sources and data in their places."""
+    """The page with these models: words, sources and data in their places.
+
+    `first`, if it is there, is the map that the page shows while it is still being read.
+    """
     english = read_yaml(SOURCES / "texts.yaml")
     page = (SOURCES / "page.html").read_text(encoding="utf-8")
     written = set(re.findall(r'data-say="(\w+)">', page))  # the script reads these words there
@@ -204,7 +207,9 @@ def page_of(data: dict[str, Any]) -> str:
     whole |= {"words": english["models"], "samples": english["samples"], "tour": []}
     if data["models"]:  # the tour is one through the study's models
         whole["tour"] = english["tour"]
+    first = data.pop("first", None)
     parts = {"data": json_in_html(whole | data), "noscript": english["page"]["noscript"]}
+    parts["first"] = json_in_html({"palette": PALETTE, "colors": COLORS, "first": first})
     shared = [Path(__file__).with_name(name) for name in SCRIPTS]
     for file in (*shared, *SOURCES.glob("*.js"), SOURCES / "style.css"):
         parts[file.name] = file.read_text(encoding="utf-8")

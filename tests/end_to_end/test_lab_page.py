@@ -1,5 +1,6 @@
 """The lab's page, opened as a file in Chromium without a network: its tour, links, keyboard, and texts of any kind."""
 
+import json
 import re
 import subprocess
 import sys
@@ -131,6 +132,22 @@ def test_the_sink_is_on_the_first_screen_of_a_desk_and_of_a_phone(driver, width,
         assert not by_id(driver, "hide").is_displayed()
         if width > 1000:  # the whole map is seen
             assert bottom < height
+
+
+def test_the_map_that_was_recorded_for_the_start_is_the_live_one(driver):
+    first = json.loads(PAGE.read_text("utf-8").split("let DATA = ")[1].split(";\n")[0])["first"]
+    visit(driver, "")
+    words, error = driver.execute_script(
+        """
+        const [first] = arguments, live = $("map").textContent;
+        const weight = results.edited.weightIn(state.head - 1);
+        drawFirst(first);
+        const gaps = first.weights.flatMap((row, i) => row.map((one, j) => Math.abs(one - weight(i, j))));
+        return [[live, $("map").textContent], Math.max(...gaps)];
+    """,
+        first,
+    )
+    assert words[0] == words[1] and error < 1e-3
 
 
 def test_the_opening_shows_no_answer_of_the_tour_until_one_skips_it_or_uses_a_control(driver):

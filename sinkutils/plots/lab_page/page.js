@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const trouble = (words) => { $("trouble").textContent = words; };
-const DATA = readData();
+DATA = readData(); // in place of the little that the first map needs
 const NAMES = [...Object.keys(DATA.models), ...Object.keys(DATA.real)];
 const OWN = Object.keys(DATA.models).length === 0; // the page of a user's model, which was recorded
 const GROWN = "grown"; // the model that is trained in the page
