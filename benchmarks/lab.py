@@ -22,12 +22,14 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 PAGE = (ROOT / "docs" / "lab" / "index.html").as_uri()
 FIRST_MAPS = """
-    const look = (now) => {
-        if (document.querySelector("#map svg")) window.firstMap ??= now;
-        if (window.started && results.edited) window.liveMap ??= now;
-        if (!window.liveMap) requestAnimationFrame(look);
-    };
-    requestAnimationFrame(look);
+    { // a block: the page has a `look` of its own
+        const look = (now) => {
+            if (document.querySelector("#map svg")) window.firstMap ??= now;
+            if (window.started && results.edited) window.liveMap ??= now;
+            if (!window.liveMap) requestAnimationFrame(look);
+        };
+        requestAnimationFrame(look);
+    }
 """
 PASSES = """
     const [warm, passes, done] = arguments;
