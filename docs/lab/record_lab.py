@@ -145,7 +145,9 @@ def first_map() -> dict:
     case["edits"] = {"hide": 0, "element": 1, "flat": 0}
     script = PAGE.parents[2] / "tests" / "end_to_end" / "lab_in_node.js"
     command = ["node", str(script), str(PAGE)]
-    done = subprocess.run(command, input=json.dumps([case]), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input=json.dumps([case]), capture_output=True, text=True, check=True
+    )
     [answer] = json.loads(done.stdout)["answers"]
     labels = answer["labels"]
     T = len(labels)

@@ -224,8 +224,37 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
     assert driver.execute_script("return state.tour") == (number + 1) % (1 + len(ANSWERS))
     if number == len(ANSWERS):  # the lab begins where it does without a tour
         assert driver.execute_script("return JSON.stringify(state) === JSON.stringify(FIRST)")
-        assert by_id(driver, "welcome").text.startswith("Tour done. Now try:")
+        welcome = by_id(driver, "welcome").text
+        assert welcome.startswith("Tour done:") and "Now try:" in welcome
         assert len(by_id(driver, "now").find_elements(By.TAG_NAME, "a")) == 5
+
+
+def test_the_tour_keeps_the_language_and_its_verdict(driver):
+    visit(driver, "#model=fixed_1&lang=de")
+    driver.execute_script("goTo(1)")
+    settled(driver)
+    assert by_id(driver, "tour-title").text.endswith("Ein Kopf liest einen Text")
+    driver.execute_script("$('guess').value = 5; guess()")
+    by_id(driver, "reveal").click()
+    until(driver, "$('verdict').textContent")
+    driver.execute_script("document.querySelector('#languages [lang=en]').click()")
+    assert by_id(driver, "verdict").text.startswith("You guessed 5")
+    assert not driver.execute_script("return document.body.classList.contains('guessing')")
+    by_id(driver, "tour-next").click()
+    settled(driver)
+    assert by_id(driver, "tour-title").text.endswith("Before training")
+    assert by_id(driver, "verdict").text == ""
+
+
+def test_what_one_tries_stands_beside_its_picture_until_one_goes_on(driver):
+    visit(driver)
+    driver.execute_script("document.querySelector('#try a').click()")
+    until(driver, "!$('tried').hidden")
+    settled(driver)
+    assert "Does the sink go with it?" in by_id(driver, "tried").text
+    driver.execute_script("change({ place: 3 })")
+    settled(driver)
+    assert not by_id(driver, "tried").is_displayed()
 
 
 def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):

@@ -101,7 +101,7 @@ function writeAddress() {
 
 function readAddress() {
   const parts = new URLSearchParams(location.hash.slice(1));
-  Object.assign(state, FIRST, { text: parts.get("text") ?? FIRST.text });
+  Object.assign(state, FIRST, { lang: state.lang, text: parts.get("text") ?? FIRST.text });
   if (NAMES.includes(parts.get("model"))) state.model = parts.get("model");
   if (parts.get("lang") in DATA.texts) state.lang = parts.get("lang");
   for (const [name, [least, most]] of Object.entries(LIMITS)) {
@@ -197,6 +197,7 @@ async function compute() {
   const now = ++round, tokens = tokenizerOf(state.model).encode(state.text).length;
   writeAddress();
   $("note").textContent = noteOn(tokens);
+  $("note").classList.toggle("warns", tokens < 18 && isLive()); // even attention is above 0.2 there
   if (tokens < 3 && isLive()) return;
   try {
     const watch = state.key ? state.head - 1 : -1;
@@ -232,6 +233,7 @@ async function computeCard(name, now) {
 // A change of what is computed, and one of what is shown of it.
 function change(values) {
   setFresh(false);
+  $("tried").hidden = true;
   Object.assign(state, values);
   return compute();
 }
@@ -290,7 +292,7 @@ function show() {
     : said("before_to", { found, token: another });
   const values = { found: above(alpha), all: alpha.length, before, token: labels[sink],
     threshold: two(thresholdOf()), own: ownOf(results.edited, state.model) };
-  $("summary").textContent = said("summary", values)
+  $("summary").textContent = (configOf().sigmoid ? said("summary_spent", values) : said("summary", values))
     + (configOf().star ? said("summary_own", values) : "");
   $("operated").textContent = said("operating", { operations: operations().join(", ") });
   $("operated").append(make("span", { className: "narrow" }, said("count", values)));
@@ -356,7 +358,7 @@ function showMap() {
   };
   holder.onclick = (event) => {
     const under = at(event);
-    if (under.key === undefined) return;
+    if (under.key === undefined || state.tour) return;
     follow({ query: under.query + 1, key: under.key === STAR ? OWN_KEY : under.key + 1 });
   };
   const sum = !configOf().sigmoid ? "" // a recorded model's rows sum to 1
@@ -506,7 +508,7 @@ function buildControls() {
 function speak(lang) {
   state.lang = lang;
   writeWords();
-  showTour();
+  writeTour();
   showGrowth();
   writeAddress();
   show();

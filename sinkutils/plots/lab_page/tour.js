@@ -9,23 +9,32 @@ const stepNow = () => {
 const answer = ({ alpha }) => (stepNow().heads ? above(alpha) : alpha[state.head - 1]);
 
 function showTour() {
-  const step = stepNow(), { length } = DATA.tour;
+  const step = stepNow();
   document.body.classList.toggle("touring", Boolean(step));
   document.body.classList.toggle("open", Boolean(step?.open));
   curtain(Boolean(step));
   if (!step) return;
-  $("tour-title").textContent = said("tour_step", { step: state.tour, length, title: step.title });
-  $("tour-text").textContent = step.before;
-  $("question").textContent = step.question;
   $("verdict").textContent = "";
-  $("tour-play").hidden = !step.play;
-  $("tour-back").hidden = state.tour === 1;
-  $("tour-end").hidden = state.tour === length;
-  $("tour-next").textContent = said(state.tour < length ? "next" : "to_lab");
+  writeTour();
   const most = step.heads ?? 1;
   Object.assign($("guess"), { max: most, step: step.heads ? 1 : 0.01, value: most / 2 });
   $("reveal").disabled = true;
   set("guess", {}, said("move_slider"));
+}
+
+// The words of a step, and of its verdict once it is there.
+function writeTour() {
+  const step = stepNow(), { length } = DATA.tour;
+  if (!step) return;
+  $("tour-title").textContent = said("tour_step", { step: state.tour, length, title: step.title });
+  $("tour-text").textContent = step.before;
+  $("question").textContent = step.question;
+  $("tour-play").hidden = !step.play;
+  $("tour-back").hidden = state.tour === 1;
+  $("tour-end").hidden = state.tour === length;
+  $("tour-next").textContent = said(state.tour < length ? "next" : "to_lab");
+  if ($("verdict").textContent) writeVerdict();
+  else if (!$("reveal").disabled) guess();
 }
 
 function guess() {
@@ -41,7 +50,7 @@ function curtain(closed) {
 
 function goTo(number) {
   setFresh(false);
-  Object.assign(state, FIRST, { tour: number });
+  Object.assign(state, FIRST, { tour: number, lang: state.lang });
   Object.assign(state, stepNow()?.state);
   showTour();
   compute();
@@ -54,13 +63,17 @@ async function reveal(event) {
   await compute();
   curtain(false);
   show();
+  writeVerdict();
+  $("tour-next").focus();
+  scrollTo(0, 0); // on a phone the picture is now below the verdict
+}
+
+function writeVerdict() {
   const { heads, after } = stepNow(), found = answer(results.edited);
   const answered = heads ? said("answer_heads", { found, heads }) : two(found);
   const verdict = make("strong", {},
     said("verdict", { guess: heads ? $("guess").value : two(Number($("guess").value)), answer: answered }));
   $("verdict").replaceChildren(verdict, make("span", { innerHTML: after }));
-  $("tour-next").focus();
-  scrollTo(0, 0); // on a phone the picture is now below the verdict
 }
 
 function start() {
@@ -87,6 +100,7 @@ function start() {
     $("map").focus();
   };
   onhashchange = () => {
+    showTried(); // before the address holds more than the link did
     openAddress();
     // On a phone the picture is above the summary, which lies under a bar there.
     if (matchMedia("(max-width: 899px)").matches) $("of-head").scrollIntoView();
@@ -94,6 +108,14 @@ function start() {
   };
   openAddress();
   window.started = true; // to its end: page.html looks for it
+}
+
+// Of a thing to try: its question and what we see, beside the picture, until one goes on.
+function showTried() {
+  const item = [...document.querySelectorAll("#try a")].find(({ hash }) => hash === location.hash)?.closest("li");
+  $("tried").hidden = !item;
+  $("tried").innerHTML = item?.innerHTML ?? "";
+  for (const link of $("tried").querySelectorAll('a[href^="#"]')) link.replaceWith(link.textContent);
 }
 
 // Of the page of a user's model: what was recorded of it, and the report of each text.
