@@ -209,7 +209,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     gpu = su.runs("gpu").set_index("experiment")
     any_token = gpu.loc["default_constant_lr_steps_13638"]
     said = {
-        f"In short texts it is in {any_token.sink_1:.0f} % of the pairs",
+        f"in few heads: {any_token.sink_1:.0f} % of the pairs in short texts",
         f"the key takes only {gpu.sink_star.k_bias:.0f} %",
         f"is {mean.element_block_1.fixed_1:.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
