@@ -206,6 +206,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     dropped, kept = (
         (leaving[name] - leaving["full"])[:, 8:].mean() for name in ("128 + 0", "127 + 1")
     )
+    late = {name: np.mean(loss) for name, loss in real["smollm2"]["streaming"]["loss"].items()}
+    much_later = [late[name] - late["full"] for name in ("128 + 0", "127 + 1")]
     gpu = su.runs("gpu").set_index("experiment")
     any_token = gpu.loc["default_constant_lr_steps_13638"]
     said = {
@@ -214,6 +216,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"is {mean.element_block_1.fixed_1:.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
+        f"Much later it is {much_later[0]:.2f} and {much_later[1]:.2f}",
         f"{mean.sink_star.k_bias:.1f} % of the pairs have their sink on it",
         f"{smol:.2f} % [",
     }
