@@ -207,9 +207,11 @@ def page_of(data: dict[str, Any]) -> str:
     whole |= {"words": english["models"], "samples": english["samples"], "tour": []}
     if data["models"]:  # the tour is one through the study's models
         whole["tour"] = english["tour"]
-    first = data.pop("first", None)
-    parts = {"data": json_in_html(whole | data), "noscript": english["page"]["noscript"]}
-    parts["first"] = json_in_html({"palette": PALETTE, "colors": COLORS, "first": first})
+    rest = {name: part for name, part in data.items() if name != "first"}
+    parts = {"data": json_in_html(whole | rest), "noscript": english["page"]["noscript"]}
+    parts["first"] = json_in_html(
+        {"palette": PALETTE, "colors": COLORS, "first": data.get("first")}
+    )
     shared = [Path(__file__).with_name(name) for name in SCRIPTS]
     for file in (*shared, *SOURCES.glob("*.js"), SOURCES / "style.css"):
         parts[file.name] = file.read_text(encoding="utf-8")
