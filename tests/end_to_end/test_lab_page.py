@@ -835,7 +835,7 @@ def test_losing_the_sink_shows_in_the_next_tokens(driver):
     visit(driver)
     until(driver, "effects.rows.length === 5")
     rows = by_id(driver, "words-table").text
-    for row in ("as trained", "first token hidden", "largest number × 0", "A key of its own"):
+    for row in ("nothing changed", "first token hidden", "largest number × 0", "A key of its own"):
         assert row in rows
     press(driver, "words-worst")
     said = by_id(driver, "words-after").text
@@ -865,7 +865,7 @@ def test_a_real_model_says_what_comes_next_beside_each_operation(driver, name):
         return rowsRecorded().map(({ title, next, really }) =>
             ({ title, shares: next.map(({ share }) => share), really: really.share }));
     """)
-    titles = ["as trained", "first token hidden", "its largest number as in other tokens"]
+    titles = ["nothing changed", "first token hidden", "its largest number as in other tokens"]
     assert [row["title"] for row in rows] == titles
     for row in rows:
         assert len(row["shares"]) == 3 and row["shares"] == sorted(row["shares"], reverse=True)
@@ -1034,11 +1034,11 @@ def test_newcomer_3_takes_the_sink_away_and_reads_what_is_lost(driver):
     assert "(13 before)" in by_id(driver, "summary").text
     assert "probability of “b” after “num” 0.29 0.78 before" in by_id(driver, "numbers").text
     click(driver, "words-worst")
-    said = r"goes on with “(\w+)”. As trained, the model gives this ([\d.]+); with the first token hidden, ([\d.]+)."
+    said = r"goes on with “(\w+)”. With nothing changed, the model gives this ([\d.]+); with the first token hidden, ([\d.]+)."
     word, before, hidden = re.search(said, by_id(driver, "words-after").text).groups()
     assert float(before) > 0.5 > 0.2 > float(hidden)
     rows = driver.find_elements(By.CSS_SELECTOR, "#words-table tr > th:first-child")
-    assert [row.text for row in rows][1:3] == ["as trained", "first token hidden"]
+    assert [row.text for row in rows][1:3] == ["nothing changed", "first token hidden"]
     likeliest = driver.execute_script("""
         return [...document.querySelectorAll("#words-table td:nth-child(2)")].map(
             (cell) => cell.querySelector("b").textContent);

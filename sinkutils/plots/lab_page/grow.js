@@ -51,17 +51,25 @@ function endGrowth(message) {
 
 // The model as the lab has the others: a card, and a set of weights for each step of the film.
 function addGrown(step) {
-  const { config, kind, seed } = growth, V = config.V;
+  const { config } = growth;
   DATA.models[GROWN] ??= { config, sets: {} };
   DATA.models[GROWN].sets[step] = {};
+  growth.named = step;
+  nameGrown();
+  if (!NAMES.includes(GROWN)) NAMES.push(GROWN);
+  if (!$(`model-${GROWN}`)) addCard(GROWN);
+  if (state.model === GROWN) compute();
+}
+
+// What the grown model's card says, in the language of now.
+function nameGrown() {
+  const { config, kind, seed, named: step } = growth, V = config?.V;
+  if (step === undefined) return;
   const first = config.fixed ? said("grown_fixed") : "";
   const values = { kind: texts("page")[`kind_${kind}`], first, seed, V,
     step: inWords(step), steps: inWords(RECIPE.steps) };
   DATA.words[GROWN] = { title: said("grown_title"), about: said("grown_about", values),
     head: DATA.words[GROWN]?.head ?? 1 };
-  if (!NAMES.includes(GROWN)) NAMES.push(GROWN);
-  if (!$(`model-${GROWN}`)) addCard(GROWN);
-  if (state.model === GROWN) compute();
 }
 
 function press() {

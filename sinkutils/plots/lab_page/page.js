@@ -507,6 +507,7 @@ function buildControls() {
 
 function speak(lang) {
   state.lang = lang;
+  nameGrown();
   writeWords();
   writeTour();
   showGrowth();
