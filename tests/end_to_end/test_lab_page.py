@@ -1034,7 +1034,8 @@ def test_newcomer_3_takes_the_sink_away_and_reads_what_is_lost(driver):
     assert "(13 before)" in by_id(driver, "summary").text
     assert "probability of “b” after “num” 0.29 0.78 before" in by_id(driver, "numbers").text
     click(driver, "words-worst")
-    said = r"goes on with “(\w+)”. With nothing changed, the model gives this ([\d.]+); with the first token hidden, ([\d.]+)."
+    said = r"goes on with “(\w+)”. With nothing changed, the model gives this ([\d.]+); "
+    said += r"with the first token hidden, ([\d.]+)."
     word, before, hidden = re.search(said, by_id(driver, "words-after").text).groups()
     assert float(before) > 0.5 > 0.2 > float(hidden)
     rows = driver.find_elements(By.CSS_SELECTOR, "#words-table tr > th:first-child")
