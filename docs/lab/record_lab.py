@@ -24,8 +24,7 @@ from safetensors.numpy import load_file
 import sinkutils as su
 from sinkutils.paths import read_yaml
 from sinkutils.plots.interactive import PALETTE
-from sinkutils.plots.lab import SOURCES, in_letters, own_text, record
-from sinkutils.plots.lab import packed as deflated
+from sinkutils.plots.lab import SOURCES, deflated, in_letters, own_text, record
 from sinkutils.study.config import RunConfig
 from sinkutils.study.task import fix_position
 

@@ -32,7 +32,7 @@ from sinkutils.plots.interactive import PALETTE, maps_of
 from sinkutils.plots.theme import COLORS, json_in_html, printable
 
 SOURCES = Path(__file__).with_name("lab_page")
-SCRIPTS = ("draw.js", "toy.js")  # shared with the notebooks' interactive pictures
+SHARED = ("draw.js", "toy.js")  # shared with the notebooks' interactive pictures
 # Of base 85 three letters mean something in HTML: the page has others in their place.
 SAFE = str.maketrans("&<>", ",.:")
 TOKENS = 64  # of a text in the page, which its pictures are made for
@@ -70,11 +70,11 @@ def lab_of_model(subject: Subject, texts: Sequence[str], length: int = TOKENS) -
         maps.append(shades)
         rows.append(report_row(report, shown["labels"]))
     count = report.alpha.shape[-1]
-    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": packed(b"".join(maps))}
+    real = {"H": count, "levels": LEVELS, "texts": recorded, "packed": deflated(b"".join(maps))}
     first = int(np.argmax(recorded[0]["alpha"])) + 1  # the head that is shown first
     data = {"models": {}, "real": {"own": real}, "sentences": list(texts), "report": rows}
     data["words"] = {"own": {"title": printable(subject.name), "about": "", "head": first}}
-    return page_of(data | {"text": packed(own_text().encode())})
+    return page_of(data | {"text": deflated(own_text().encode())})
 
 
 def record(
@@ -180,7 +180,7 @@ def own_text() -> str:
     return "\0".join(text for text in texts if text)
 
 
-def packed(content: bytes) -> str:
+def deflated(content: bytes) -> str:
     """Deflated, in letters."""
     return in_letters(zlib.compress(content, 9))
 
@@ -212,7 +212,7 @@ def page_of(data: dict[str, Any]) -> str:
     parts["first"] = json_in_html(
         {"palette": PALETTE, "colors": COLORS, "first": data.get("first")}
     )
-    shared = [Path(__file__).with_name(name) for name in SCRIPTS]
+    shared = [Path(__file__).with_name(name) for name in SHARED]
     for file in (*shared, *SOURCES.glob("*.js"), SOURCES / "style.css"):
         parts[file.name] = file.read_text(encoding="utf-8")
     # English stands in the page itself, so that it can be read before its scripts run.
