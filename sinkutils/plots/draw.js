@@ -9,7 +9,7 @@ const TONES = { ink: "#222222", grey: "#707070", light: "#b8b8b8", ground: "#fff
 const WORDS = { point: ".", attention: "attention", own: "own key", share: "share of attention",
   block: "block", everyHead: "Attention of every head to the first token",
   head: "Head {head} of block {block}: α₁ = {alpha}",
-  to: "{share} to {key}", toOwn: "the key of its own", logit: "logit", logitOf: "logit of {key}",
+  to: "{share} to {key}", toOwn: "the key of its own", token: "“{token}” ({place})", logit: "logit", logitOf: "logit of {key}",
   with: "softmax with {key}", spent: "spent on the other keys", length: "length of the output" };
 const say = (words, values) => words.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 const two = (number) => number.toFixed(2).replace(".", WORDS.point); // decimals
@@ -153,7 +153,7 @@ function drawMap(holder, { labels, share, starAt, title, query, key, width, sink
 // What a query looks at most.
 function mostOf({ labels, share, starAt, query }) {
   const keys = labels.slice(0, query + 1)
-    .map((label, j) => [`“${label}” (${j + 1})`, share(query, j)]);
+    .map((token, j) => [say(WORDS.token, { token, place: j + 1 }), share(query, j)]);
   if (starAt) keys.push([WORDS.toOwn, starAt(query)]);
   const most = keys.sort((a, b) => b[1] - a[1]).slice(0, 3);
   return most.map(([key, value]) => say(WORDS.to, { share: two(value), key })).join(", ");
