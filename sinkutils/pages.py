@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +62,7 @@ def run_notebooks(
             raise Refused(
                 f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(known)}"
             )
+    output = output and output.absolute()
     figures = RENDERED / "figures"  # where `su.save` writes
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
@@ -76,7 +77,6 @@ def run_notebooks(
                 written,
                 parameters,
                 kernel_name="python3",
-                cwd=NOTEBOOKS,
                 execution_timeout=CELL_SECONDS,
                 progress_bar=False,
                 coalesce_streams=True,
@@ -92,7 +92,8 @@ def run_notebooks(
     bar = tqdm(total=len(paths), unit="notebook")
     # Two notebooks run at a time, on one core each, unless the environment says how many threads.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with patch.dict(os.environ, threads), ThreadPoolExecutor(2) as pool, bar:
+    # Not papermill's `cwd`: it moves the whole process, and two threads do not lead it back.
+    with patch.dict(os.environ, threads), chdir(NOTEBOOKS), ThreadPoolExecutor(2) as pool, bar:
         running = [pool.submit(execute, path) for path in paths]
         try:
             for future in as_completed(running):

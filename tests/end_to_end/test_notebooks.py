@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import os
 import subprocess
 
 import nbformat
@@ -201,6 +202,20 @@ _ = load_corpus("path:{text_folder}", 300, cache_dir={str(tmp_path)!r})
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(book, timeout=120).execute()
     assert book.cells[0].outputs == []  # no bar where stderr is no terminal
+
+
+def test_two_pages_at_a_time_run_in_their_folder_and_the_process_stays_in_its_own(folder):
+    """papermill's `cwd` moves the whole process, and two threads do not lead it back."""
+    for number, seconds in (("01", 0), ("02", 2)):
+        book = book_of(folder, number)
+        code = f"import os, time\ntime.sleep({seconds})\nprint(os.path.basename(os.getcwd()))"
+        book.cells[1].source = code
+        nbformat.write(book, folder / "notebooks" / f"{number}_page.ipynb")
+    before = os.getcwd()
+    assert run_notebooks({}, None) == []
+    assert os.getcwd() == before
+    said = [book_of(folder, number).cells[1].outputs[0].text for number in ("01", "02")]
+    assert said == ["notebooks\n"] * 2
 
 
 def test_a_page_that_fails_in_place_stays_as_it_was_and_so_do_the_figures(folder):
