@@ -236,7 +236,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         )  # (text, block, head)
         assert sinks[:, 0].any() and not sinks[:, 1:].any()
     ledger = (ROOT / "notebooks" / "10_ledger.ipynb").read_text("utf-8")
-    assert "of 78 claims judged under both 55 have the same verdict" in ledger
+    assert "of 78 judged under both 55 have the same verdict" in ledger
     assert "most verdicts are the same, and none is reversed" in readme
     assert "clear under both: 27, 27 of them alike" in ledger
 
