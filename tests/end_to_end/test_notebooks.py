@@ -2,8 +2,8 @@
 
 import ast
 import json
-import re
 import os
+import re
 import subprocess
 
 import nbformat
