@@ -22,6 +22,8 @@ from sinkutils.measuring.probes import Subject
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.names import subject
 
+TEXTS = 8  # at a time, which `surgery.edit` hands over whole
+
 
 def written(measured: Subject, ids: Tensor, block: int, count: int) -> tuple[Tensor, int]:
     """What the strongest neurons of a block (from 1) write into h_1, (n, d), and the element's place."""
@@ -42,41 +44,46 @@ def written(measured: Subject, ids: Tensor, block: int, count: int) -> tuple[Ten
     return neurons[:, chosen] @ weights[:, chosen].T, element
 
 
-def parts(measured: Subject, ids: Tensor, block: int, count: int) -> dict[str, Any]:
-    """By what h_1 is after a block (from 1): the extra attention by block, the value, and the loss.
-
-    The loss is that of tokens 3 to T, of each text.
-    """
-    model = measured.model
-    wrote, element = written(measured, ids, block, count)
-    embedding = model.get_input_embeddings()(ids[:, 0]).detach().float()  # type: ignore[operator]
-    only = torch.zeros_like(wrote)
-    only[:, element] = wrote[:, element]
-    added = {
-        "bare embedding": torch.zeros_like(wrote),
-        "all that they wrote": wrote,
-        "the element alone": only,
-        "all but the element": wrote - only,
+def summed_up(outcomes: list[surgery.Outcome], length: int) -> dict[str, Any]:
+    """By block the extra attention and the length of v_1; of each text the loss of tokens 3 to T."""
+    alpha = torch.cat([one.report.alpha[:, 0].mean(dim=2) for one in outcomes])  # (n, L)
+    every: list[Any] = [one.report.value_norms for one in outcomes]
+    norms = torch.stack(every).mean(dim=0)  # (L, T)
+    return {
+        "extra": excess(alpha, length).mean(dim=0).tolist(),
+        "value": (norms[:, 0] / norms[:, 1:].mean(dim=1)).tolist(),
+        "loss": torch.cat([one.losses[:, 1:].mean(dim=1) for one in outcomes]).tolist(),
     }
 
-    def outcome_of(outcome: surgery.Outcome) -> dict[str, Any]:
-        values: Any = outcome.report.value_norms  # (L, T)
-        alpha = outcome.report.alpha[:, 0].mean(dim=2)  # (samples, L)
-        return {
-            "extra": excess(alpha, ids.shape[1]).mean(dim=0).tolist(),
-            "value": (values[:, 0] / values[:, 1:].mean(dim=1)).tolist(),
-            "loss": outcome.losses[:, 1:].mean(dim=1).tolist(),
-        }
 
-    result: dict[str, Any] = {"neurons": count, "samples": len(ids)}
-    result["untouched"] = outcome_of(surgery.untouched(model, ids))
-    for case, part in added.items():
+def parts(measured: Subject, ids: Tensor, block: int, count: int) -> dict[str, Any]:
+    """The model as it is, and with a part of what the neurons wrote as h_1 after a block (from 1)."""
+    model: Any = measured.model
+    wrote, element = written(measured, ids, block, count)
+    table: Any = model.embed if isinstance(model, TransformerLM) else model.get_input_embeddings()
+    embedding = table(ids[:, 0]).detach().float()  # (n, d)
+    only = torch.zeros_like(wrote)
+    only[:, element] = wrote[:, element]
+    states = {
+        "bare embedding": embedding,
+        "all that they wrote": embedding + wrote,
+        "the element alone": embedding + only,
+        "all but the element": embedding + wrote - only,
+    }
 
-        def replace(h: Tensor, part: Tensor = part) -> Tensor:
-            h[:, 0] = (embedding + part).to(h.dtype)
+    def replaced(some: Tensor, state: Tensor) -> surgery.Outcome:
+        def replace(h: Tensor) -> Tensor:
+            h[:, 0] = state.to(h.dtype)
             return h
 
-        result[case] = outcome_of(surgery.edit(model, ids, "block", replace, [block - 1]))
+        return surgery.edit(model, some, "block", replace, [block - 1])
+
+    texts, length = ids.split(TEXTS), ids.shape[1]
+    untouched = [surgery.untouched(model, some) for some in texts]
+    result = {"samples": len(ids), "neurons": count, "untouched": summed_up(untouched, length)}
+    for case, state in states.items():
+        pairs = zip(texts, state.split(TEXTS), strict=True)
+        result[case] = summed_up([replaced(*pair) for pair in pairs], length)
     return result
 
 

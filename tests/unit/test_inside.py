@@ -11,6 +11,7 @@ import inside
 import numpy as np
 import pytest
 import torch
+import two_neurons
 import whisper_file
 from helpers import own_model, tokens
 from small_models import build
@@ -102,6 +103,31 @@ def test_element_and_denominator_are_changed_apart(kind, ids):
     assert_close(torch.tensor(found["both gone"]["extra"]), extra, atol=1e-4, rtol=1e-3)
     cases = [found[case]["extra"] for case in denominator.CASES]
     assert all(a != b for a, b in pairwise(cases))
+
+
+@pytest.mark.parametrize("kind", ["own", "llama"])
+def test_all_neurons_together_write_what_the_ffn_adds(kind, ids):
+    model = own_model() if kind == "own" else build(kind)
+    measured = Subject(kind, model.eval(), None)
+    first = inside.blocks(model)[0]
+    ffn = first.ffn if kind == "own" else first.mlp
+    added = []
+    handle = ffn.register_forward_hook(lambda _, __, output: added.append(output[:, 0]))
+    untouched(model, ids)
+    handle.remove()
+    down = ffn.down if kind == "own" else ffn.down_proj
+    wrote, _ = two_neurons.written(measured, ids, 1, down.in_features)
+    assert_close(wrote, added[-1], atol=1e-5, rtol=1e-4)
+
+
+def test_the_parts_of_what_neurons_wrote(measured, ids):
+    """A state that holds all that the neurons write differs from its parts; the usual model is as ever."""
+    found = two_neurons.parts(measured, ids, 1, 1)
+    plain = untouched(measured.model, ids)
+    extra = inside.excess(plain.report.alpha[:, 0].mean(dim=2), ids.shape[1]).mean(dim=0)
+    assert_close(torch.tensor(found["untouched"]["extra"]), extra, atol=1e-5, rtol=1e-4)
+    cases = [found[case]["loss"] for case in found if isinstance(found[case], dict)]
+    assert len(cases) == 5 and all(a != b for a, b in pairwise(cases))
 
 
 def test_even_shares_are_alpha_of_an_even_spread():
