@@ -42,7 +42,7 @@ def page(corpus, monkeypatch):
 
 def test_each_suggestion_trains_and_becomes_a_film_and_its_answer_is_stored(page):
     stored = json.loads((LEDGER / "break_it.json").read_text())
-    assert list(stored) == list(page.suggestions) and len(stored) == 8
+    assert list(stored) == list(page.suggestions) and len(stored) == 9
     for name, config in page.suggestions.items():
         _, history = page.train(config, 4, looks=2)
         assert history.loss.notna().all() and history.step.tolist() == [0, 2, 4], name
