@@ -216,7 +216,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
-        f"Much later it is {much_later[0]:.2f} and {much_later[1]:.2f}",
+        f"After position 256 it is {much_later[0]:.2f} and {much_later[1]:.2f}",
         f"{mean.sink_star.k_bias:.1f} % of the pairs have their sink on it",
         f"{smol:.2f} % [",
     }
