@@ -212,7 +212,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     any_token = gpu.loc["default_constant_lr_steps_13638"]
     said = {
         f"in few heads: {any_token.sink_1:.0f} % of the pairs in short texts",
-        f"at 4.5M parameters {desk.sink_star.k_bias:.0f} % then rest on the key, "
+        f"At 4.5M parameters {desk.sink_star.k_bias:.0f} % then rest on the key; "
         f"at 25M only {gpu.sink_star.k_bias:.0f} %",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
