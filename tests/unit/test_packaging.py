@@ -211,9 +211,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     desk, gpu = (su.runs(preset).set_index("experiment") for preset in ("desk", "gpu"))
     any_token = gpu.loc["default_constant_lr_steps_13638"]
     said = {
-        f"in few heads: {any_token.sink_1:.0f} % of the pairs in short texts",
-        f"At 4.5M parameters {desk.sink_star.k_bias:.0f} % then rest on the key; "
-        f"at 25M only {gpu.sink_star.k_bias:.0f} %",
+        f"The most we have is {any_token.sink_1:.0f} % of the pairs, at 25M",
+        f"rests on the key ({gpu.sink_star.k_bias:.0f} %; at 4.5M {desk.sink_star.k_bias:.0f} %)",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
