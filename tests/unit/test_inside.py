@@ -9,6 +9,7 @@ import first_tokens
 import four_bits
 import inside
 import numpy as np
+import one_number
 import pytest
 import torch
 import two_neurons
@@ -128,6 +129,22 @@ def test_the_parts_of_what_neurons_wrote(measured, ids):
     assert_close(torch.tensor(found["untouched"]["extra"]), extra, atol=1e-5, rtol=1e-4)
     cases = [found[case]["loss"] for case in found if isinstance(found[case], dict)]
     assert len(cases) == 5 and all(a != b for a, b in pairwise(cases))
+
+
+def test_a_state_of_one_number(measured, ids):
+    """The two parts are the state, and a part that is the whole state changes nothing."""
+    state = torch.tensor([[3.0, -7.0, 1.0, 2.0]])
+    assert torch.equal(sum(part(state, 1) for part in one_number.CASES.values()), state)
+    assert one_number.alone(state, 1).tolist() == [[0.0, -7.0, 0.0, 0.0]]
+    assert one_number.another_place(state, 1).tolist() == [[0.0, 0.0, 0.0, -7.0]]
+    whole = {"whole": lambda state, _: state, **one_number.CASES}
+    found = one_number.one_number(measured, ids, 1, whole)
+    plain = two_neurons.summed_up([untouched(measured.model, ids)], ids.shape[1])
+    for number in ("extra", "value", "loss"):
+        assert_close(found["whole"][number], plain[number], atol=1e-5, rtol=1e-4)
+    assert (
+        found["the element alone"]["loss"] != plain["loss"] != found["all but the element"]["loss"]
+    )
 
 
 def test_even_shares_are_alpha_of_an_even_spread():
