@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.ledger.claims_file import read_claims
-from sinkutils.paths import OPEN_LMS, ROOT
+from sinkutils.paths import LEDGER, OPEN_LMS, ROOT
 from sinkutils.study import corpus, grid, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -209,9 +209,21 @@ def test_each_number_of_ours_is_what_the_records_say():
     late = {name: np.mean(loss) for name, loss in real["smollm2"]["streaming"]["loss"].items()}
     much_later = [late[name] - late["full"] for name in ("128 + 0", "127 + 1")]
     desk, gpu = (su.runs(preset).set_index("experiment") for preset in ("desk", "gpu"))
-    any_token = gpu.loc["default_constant_lr_steps_13638"]
+    any_token = json.loads((LEDGER / "any_first_token.json").read_text())["tokens"]
+    by_token = [row["sink"] for row in any_token.values()]
+    state = json.loads((LEDGER / "one_number.json").read_text())["smollm2"]
+    alone_added, without_added = (
+        [
+            np.mean(state[f"block {block}"][case]["loss"]) - np.mean(state["untouched"]["loss"])
+            for block in range(12, 30)
+        ]
+        for case in ("the element alone", "all but the element")
+    )
     said = {
-        f"The most we have is {any_token.sink_1:.0f} % of the pairs, at 25M",
+        f"{desk.sink_1.fixed_1:.0f} and {gpu.sink_1.fixed_1:.0f} %.) A key",
+        f"The most we have is {min(by_token):.0f} to {max(by_token):.0f} % of the pairs",
+        f"the loss rises by {max(alone_added):.2f} nats at most",
+        f"Set this one to zero, and it rises by up to {max(without_added):.0f}",
         f"rests on the key ({gpu.sink_star.k_bias:.0f} %; at 4.5M {desk.sink_star.k_bias:.0f} %)",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
