@@ -222,7 +222,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     said = {
         f"{desk.sink_1.fixed_1:.0f} and {gpu.sink_1.fixed_1:.0f} %.) A key",
         f"The most we have is {min(by_token):.0f} to {max(by_token):.0f} % of the pairs",
-        f"the loss rises by {max(alone_added):.2f} nats at most",
+        f"later tokens rises by {max(alone_added):.2f} nats at most",
         f"Set this one to zero, and it rises by up to {max(without_added):.0f}",
         f"rests on the key ({gpu.sink_star.k_bias:.0f} %; at 4.5M {desk.sink_star.k_bias:.0f} %)",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
