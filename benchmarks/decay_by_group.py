@@ -1,11 +1,11 @@
 """Through which weights does weight decay act on the sink? Into data/decay_by_group.json:
 
-    python benchmarks/decay_by_group.py SEED [SEED ..] [--only CASE ..]
+    python benchmarks/decay_by_group.py SEED [SEED ..] [--only CASE ..] [--preset laptop]
 
-The baseline of `minute` is trained with its weight decay on one group of weights alone, and on all
+The baseline of `minute` (or, into data/decay_by_group_laptop.json, of `laptop`) is trained with its weight decay on one group of weights alone, and on all
 groups but one. AdamW's decay is decoupled: before each update a weight is multiplied by
-1 - rate * decay. So it is done by hand here, and the optimiser has none. Some two minutes a run on
-one core; a run that is there is not made again.
+1 - rate * decay. So it is done by hand here, and the optimiser has none. Two to five minutes a run
+on one core; a run that is there is not made again.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def groups_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield "gains", weight.detach()
 
 
-def trained(case: str, seed: int) -> dict[str, Any]:
+def trained(case: str, seed: int, preset: str) -> dict[str, Any]:
     """The sink and the loss at the end of a run whose decay acts on the groups of the case."""
-    base = grid.config("fixed_1", "minute", seed)
+    base = grid.config("fixed_1", preset, seed)
     decay = base.train.weight_decay
     without = {"train.weight_decay": 0.0}
-    config = grid.config("fixed_1", "minute", seed, change=without, name="decay")
+    config = grid.config("fixed_1", preset, seed, change=without, name="decay")
     run = Run(config, load_corpus(config.data.corpus, config.model.vocab_size), torch.device("cpu"))
     weights = [weight for group, weight in groups_of(run.model) if group in CASES[case]]
     run.forward = torch.compile(run.task.loss)
@@ -90,15 +90,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seeds", nargs="+", type=int)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--preset", default="minute", choices=("minute", "laptop"))
     options = parser.parse_args()
-    file = LEDGER / "decay_by_group.json"
+    stem = "decay_by_group" + ("_laptop" if options.preset == "laptop" else "")
+    file = LEDGER / f"{stem}.json"
     for case in options.only:
         for seed in options.seeds:
             name = f"{case}, seed {seed}"
             if file.exists() and name in json.loads(file.read_text(encoding="utf-8")):
                 continue
             with reproducible(torch.device("cpu")):
-                keep("decay_by_group", name, trained(case, seed))
+                keep(stem, name, trained(case, seed, options.preset))
 
 
 if __name__ == "__main__":
