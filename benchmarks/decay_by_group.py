@@ -2,10 +2,10 @@
 
     python benchmarks/decay_by_group.py SEED [SEED ..] [--only CASE ..] [--preset laptop]
 
-The baseline of `minute` (or, into data/decay_by_group_laptop.json, of `laptop`) is trained with its weight decay on one group of weights alone, and on all
-groups but one. AdamW's decay is decoupled: before each update a weight is multiplied by
-1 - rate * decay. So it is done by hand here, and the optimiser has none. Two to five minutes a run
-on one core; a run that is there is not made again.
+The baseline of `minute` (or, into data/decay_by_group_laptop.json, of `laptop`) is trained with its
+weight decay on one group of weights alone, and on all groups but one. AdamW's decay is decoupled:
+before each update a weight is multiplied by 1 - rate * decay. So it is done by hand here, and the
+optimiser has none. Two to five minutes a run on one core; a run that is there is not made again.
 """
 
 from __future__ import annotations
