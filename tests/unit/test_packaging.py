@@ -209,8 +209,6 @@ def test_each_number_of_ours_is_what_the_records_say():
     late = {name: np.mean(loss) for name, loss in real["smollm2"]["streaming"]["loss"].items()}
     much_later = [late[name] - late["full"] for name in ("128 + 0", "127 + 1")]
     desk, gpu = (su.runs(preset).set_index("experiment") for preset in ("desk", "gpu"))
-    any_token = json.loads((LEDGER / "any_first_token.json").read_text())["tokens"]
-    by_token = [row["sink"] for row in any_token.values()]
     state = json.loads((LEDGER / "one_number.json").read_text())["smollm2"]
     alone_added, without_added = (
         np.mean(state["block 12"][case]["loss"]) - np.mean(state["untouched"]["loss"])
@@ -218,8 +216,6 @@ def test_each_number_of_ours_is_what_the_records_say():
     )
     assert abs(alone_added) < 0.02  # "stays the same"
     said = {
-        f"{desk.sink_1.fixed_1:.0f} and {gpu.sink_1.fixed_1:.0f} %.) A key",
-        f"The most we have is {min(by_token):.0f} to {max(by_token):.0f} % of the pairs",
         f"Set this one to zero: it rises by {without_added:.0f} nats",
         f"rests on the key ({gpu.sink_star.k_bias:.0f} %; at 4.5M {desk.sink_star.k_bias:.0f} %)",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
