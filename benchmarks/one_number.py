@@ -73,7 +73,10 @@ def main() -> None:
         ids = measured.inputs("natural", 32 if own else FEW, 64, first=usual_first(measured))
         model: Any = measured.model
         texts = ids.split(TEXTS)
-        untouched = summed_up([surgery.untouched(model, some) for some in texts], ids.shape[1])
+        outcomes = [surgery.untouched(model, some) for some in texts]
+        untouched = summed_up(outcomes, ids.shape[1])
+        elements: Any = torch.stack([one.report.first_elements for one in outcomes]).mean(dim=0)
+        untouched["element"] = elements.amax(dim=1).tolist()  # by block, x median
         found: dict[str, Any] = {"samples": len(ids), "untouched": untouched}
         writers = (1,) if own else WRITERS.get(measured.name, ())
         for block in range(1, len(blocks(model))):
