@@ -6,6 +6,7 @@ The baseline of `minute` (or, into data/decay_by_group_laptop.json, of `laptop`)
 weight decay on one group of weights alone, and on all groups but one. AdamW's decay is decoupled:
 before each update a weight is multiplied by 1 - rate * decay. So it is done by hand here, and the
 optimiser has none. Two to five minutes a run on one core; a run that is there is not made again.
+In the cases with "v_1 zero" the first token's value is zero in every block, from the first step on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ CASES = {
     "none": set(),
     **{group: {group} for group in GROUPS},
     **{f"all but {group}": set(GROUPS) - {group} for group in GROUPS},
+    "none, v_1 zero": set(),
+    "all, v_1 zero": set(GROUPS),
 }
 
 
@@ -56,6 +59,14 @@ def groups_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield "gains", weight.detach()
 
 
+def no_first_value(layer: torch.nn.Module, given: Any, out: Tensor) -> Tensor:
+    """A hook: queries, keys and values, (B, T, 3 d), with zero for the first token's value."""
+    values = 2 * out.shape[-1] // 3
+    zero = torch.zeros_like(out[:, :1, values:])
+    first = torch.cat([out[:, :1, :values], zero], dim=-1)
+    return torch.cat([first, out[:, 1:]], dim=1)
+
+
 def trained(case: str, seed: int, preset: str) -> dict[str, Any]:
     """The sink and the loss at the end of a run whose decay acts on the groups of the case."""
     base = grid.config("fixed_1", preset, seed)
@@ -64,6 +75,9 @@ def trained(case: str, seed: int, preset: str) -> dict[str, Any]:
     config = grid.config("fixed_1", preset, seed, change=without, name="decay")
     run = Run(config, load_corpus(config.data.corpus, config.model.vocab_size), torch.device("cpu"))
     weights = [weight for group, weight in groups_of(run.model) if group in CASES[case]]
+    if "v_1 zero" in case:
+        for block in run.model.blocks:
+            block.attention.qkv.register_forward_hook(no_first_value)
     run.forward = torch.compile(run.task.loss)
     while run.step < config.train.steps:
         rate = learning_rate(config.train, run.step)
@@ -72,6 +86,7 @@ def trained(case: str, seed: int, preset: str) -> dict[str, Any]:
         run.advance()
     report = measure(run.model, run.probe)
     by_block = excess(report.alpha[:, 0].mean(dim=(0, 2)), report.length)  # (L,)
+    norms: Any = report.value_norms  # (L, T)
     with torch.no_grad():
         loss = run.valid_loss()
     sizes: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
@@ -82,6 +97,7 @@ def trained(case: str, seed: int, preset: str) -> dict[str, Any]:
         "block_1": float(by_block[0]),
         "later_blocks": float(by_block[1:].mean()),
         "valid_loss": loss,
+        "price": (norms[:, 0] / norms[:, 1:].mean(dim=1)).tolist(),  # length of v_1, by block
         "norms": {group: size**0.5 for group, size in sizes.items()},
     }
 
