@@ -223,7 +223,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
         f"After position 256 the two rises are {much_later[0]:.2f} and {much_later[1]:.2f} nats",
-        f"Without help {mean.sink_1.fixed_1:.1f} % of the pairs have one on the first token",
+        f"Without one {mean.sink_1.fixed_1:.1f} % of the pairs have a sink on the first token",
         f"and none has; {mean.sink_star.k_bias:.1f} % have one on the key",
         f"{smol:.2f} % [",
     }
