@@ -215,8 +215,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     assert abs(alone_added) < 0.02  # "stays the same"
     said = {
         f"Set this one to zero instead: it rises by {without_added:.0f} nats",
-        f"At 4.5M far more pairs then rest on it ({desk.sink_star.k_bias:.0f} %)",
-        f"at 25M few ({gpu.sink_star.k_bias:.0f} %)",
+        f"At 4.5M far more pairs then rest on it ({desk.sink_star.k_bias:.0f} %, after 100,000 updates)",
+        f"at 25M few ({gpu.sink_star.k_bias:.0f} %, after 6,000)",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
