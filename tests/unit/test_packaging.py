@@ -224,6 +224,15 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"With it none has, and {mean.sink_star.k_bias:.1f} % have one on the key",
         f"{smol:.2f} % [",
     }
+    with_key = su.runs("laptop").query("experiment == 'k_bias'").set_index("seed").sink_star
+    assert len(with_key) == 9 and with_key.idxmax() == 0  # the film's seed
+    any_first = [
+        runs[runs.index.str.startswith("default")].sink_1.to_numpy() for runs in (desk, gpu)
+    ]
+    lowest, highest = np.concatenate(any_first).min(), np.concatenate(any_first).max()
+    said.add(f"few heads have a sink: {lowest:.1f} to {highest:.0f} % of the pairs, by recipe")
+    steps = [su.config("k_bias", size, 0).train.steps for size in ("desk", "gpu")]
+    assert steps == [100_000, 6_000]
     assert mean.sink_1.fixed_1 > 50  # "on which most had it before"
     assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
     later = {name: later_blocks_with_a_sink(name) for name in ("fixed_1", "sigmoid")}
