@@ -126,7 +126,9 @@ class Attention(nn.Module):
             first = nn.Linear(head_dim, head_dim, bias=False)
             second = nn.Linear(head_dim, head_dim, bias=False)
             self.mlp = nn.Sequential(first, nn.ReLU(), second)
-        if config.gate != "none":
+        if config.gate == "constant":
+            self.gate_logit = nn.Parameter(torch.empty(heads, head_dim))
+        elif config.gate != "none":
             gates = heads if config.gate == "head" else width
             self.gate = nn.Linear(width, gates, bias=False)
         if config.qk_norm:
@@ -170,7 +172,9 @@ class Attention(nn.Module):
         # The heads' outputs are normed, gated and merged.
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
-        if config.gate != "none":
+        if config.gate == "constant":
+            out = out * self.gate_logit.sigmoid()[:, None].to(out.dtype)
+        elif config.gate != "none":
             gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
             gate = gate.transpose(1, 2)  # (B, H, T, 1 or D)
             out = out * gate.sigmoid()
@@ -331,7 +335,14 @@ class TransformerLM(nn.Module):
             kind = name.rsplit(".", 1)[-1]
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
-            if kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
+            if kind in (
+                "sink",
+                "key_bias",
+                "value_bias",
+                "bucket_bias",
+                "sink_logit",
+                "gate_logit",
+            ):
                 std = 0.02  # as the authors' code has it for k* and v*
             elif kind == "mix":
                 std = 0.1
