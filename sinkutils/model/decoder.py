@@ -177,7 +177,8 @@ class Attention(nn.Module):
         elif config.gate != "none":
             gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
             gate = gate.transpose(1, 2)  # (B, H, T, 1 or D)
-            out = out * gate.sigmoid()
+            gate = gate.sigmoid()
+            out = out * ((1 + gate) / 2 if config.gate == "open" else gate)
         if config.head_merge == "add":
             merged = out.sum(dim=1)  # (B, T, D)
         else:
