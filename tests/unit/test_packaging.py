@@ -217,7 +217,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     worst = np.mean(state["block 12"]["all but the element"]["loss"])
     assert worst > np.log(49_152)  # an even guess
     said = {
-        f"Set this one to zero instead: it rises by {without_added:.0f} nats, and the model is worse than an even guess",
+        f"Set this one to zero instead: it rises by {without_added:.0f} nats, "
+        "and the model is worse than an even guess",
         f"Then {desk.sink_star.k_bias:.0f} % of the pairs rest on it at 4.5M, after 100,000 updates",
         f"and {gpu.sink_star.k_bias:.0f} % at 25M, after 6,000",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
