@@ -219,8 +219,6 @@ def test_each_number_of_ours_is_what_the_records_say():
     said = {
         f"Set this one to zero instead: it rises by {without_added:.0f} nats, "
         "and the model is worse than an even guess",
-        f"Then {desk.sink_star.k_bias:.0f} % of the pairs rest on it at 4.5M, after 100,000 updates",
-        f"and {gpu.sink_star.k_bias:.0f} % at 25M, after 6,000",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
@@ -234,15 +232,15 @@ def test_each_number_of_ours_is_what_the_records_say():
         runs[runs.index.str.startswith("default")].sink_1.to_numpy() for runs in (desk, gpu)
     ]
     lowest, highest = np.concatenate(any_first).min(), np.concatenate(any_first).max()
-    said.add(f"few heads have a sink: {lowest:.1f} to {highest:.0f} % of the pairs, by recipe")
-    steps = [su.config("k_bias", size, 0).train.steps for size in ("desk", "gpu")]
-    assert steps == [100_000, 6_000]
+    said.add(f"parameters have a sink: {lowest:.1f} to {highest:.0f} % of the pairs, by recipe")
+    assert gpu.sink_star.k_bias < 6  # "hardly a head rests on it"
+    assert max(sizes.sink_1.k_bias for sizes in (desk, gpu)) < 0.3  # "takes these sinks away"
     assert mean.sink_1.fixed_1 > 50  # "on which most had it before"
     assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
     later = {name: later_blocks_with_a_sink(name) for name in ("fixed_1", "sigmoid")}
     assert later["sigmoid"] == 0
     said.add(
-        f"With softmax {later['fixed_1']:.1f} % of the pairs have a sink there, and none with sigmoid"
+        f"With softmax {later['fixed_1']:.1f} % of the pairs there have a sink, and none with sigmoid"
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
