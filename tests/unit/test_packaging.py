@@ -233,8 +233,9 @@ def test_each_number_of_ours_is_what_the_records_say():
     ]
     lowest, highest = np.concatenate(any_first).min(), np.concatenate(any_first).max()
     said.add(f"parameters have a sink: {lowest:.1f} to {highest:.0f} % of the pairs, by recipe")
-    usual = gpu.sink_1["default"]
-    said.add(f"({gpu.sink_star.k_bias:.1f} % of the pairs) as had a sink ({usual:.1f} %)")
+    said.add(
+        f"on the key ({desk.sink_star.k_bias:.0f} % of the pairs), at 25M few ({gpu.sink_star.k_bias:.1f} %"
+    )
     assert max(sizes.sink_1.k_bias for sizes in (desk, gpu)) < 0.3  # "takes these sinks away"
     assert mean.sink_1.fixed_1 > 50  # "on which most had it before"
     assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
