@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from scipy import stats
 
 import sinkutils as su
 from sinkutils.commands import parser
@@ -213,10 +214,15 @@ def test_each_number_of_ours_is_what_the_records_say():
         np.mean(state["block 12"][case]["loss"]) - np.mean(state["untouched"]["loss"])
         for case in ("the element alone", "all but the element")
     )
-    assert abs(alone_added) < 0.02  # "stays the same"
+    of_texts = np.subtract(
+        state["block 12"]["the element alone"]["loss"], state["untouched"]["loss"]
+    )
+    within = stats.t.ppf(0.975, len(of_texts) - 1) * stats.sem(of_texts)
+    assert abs(alone_added) < 0.005
     worst = np.mean(state["block 12"]["all but the element"]["loss"])
     assert worst > np.log(49_152)  # an even guess
     said = {
+        f"from the third token on changes by 0.00 ± {within:.2f} nats",
         f"Set this one to zero instead: it rises by {without_added:.0f} nats, "
         "and the model is worse than an even guess",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
