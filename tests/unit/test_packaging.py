@@ -239,9 +239,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     ]
     lowest, highest = np.concatenate(any_first).min(), np.concatenate(any_first).max()
     said.add(f"parameters have a sink: {lowest:.1f} to {highest:.0f} % of the pairs, by recipe")
-    said.add(
-        f"on the key ({desk.sink_star.k_bias:.0f} % of the pairs), at 25M few ({gpu.sink_star.k_bias:.1f} %"
-    )
+    resting = su.heads("gpu").query("experiment == 'k_bias' and alpha_star > 0.3")
+    assert len(resting) == 2 and desk.sink_star.k_bias > 70  # "most heads", "two of 64"
     assert max(sizes.sink_1.k_bias for sizes in (desk, gpu)) < 0.3  # "takes these sinks away"
     assert mean.sink_1.fixed_1 > 50  # "on which most had it before"
     assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
