@@ -245,7 +245,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     )
     resting = su.heads("gpu").query("experiment == 'k_bias' and alpha_star > 0.3")
     assert len(resting) == 2 and desk.sink_star.k_bias > 70  # "most heads", "two of 64"
-    assert max(sizes.sink_1.k_bias for sizes in (desk, gpu)) < 0.3  # "takes these sinks away"
+    assert max(sizes.sink_1.k_bias for sizes in (desk, gpu)) < 0.3
     assert mean.sink_1.fixed_1 > 50  # "on which most had it before"
     assert gemma["text"] < 0.05 < gemma["BOS"] and token_30 > 50
     later = {name: later_blocks_with_a_sink(name) for name in ("fixed_1", "sigmoid")}
