@@ -129,7 +129,7 @@ class Attention(nn.Module):
         if config.gate == "constant":
             self.gate_logit = nn.Parameter(torch.empty(heads, head_dim))
         elif config.gate != "none":
-            gates = heads if config.gate == "head" else width
+            gates = {"head": heads, "shared": head_dim}.get(config.gate, width)
             self.gate = nn.Linear(width, gates, bias=False)
         if config.qk_norm:
             self.query_norm = RMSNorm(head_dim)
@@ -175,8 +175,9 @@ class Attention(nn.Module):
         if config.gate == "constant":
             out = out * self.gate_logit.sigmoid()[:, None].to(out.dtype)
         elif config.gate != "none":
-            gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
-            gate = gate.transpose(1, 2)  # (B, H, T, 1 or D)
+            gated_heads = 1 if config.gate == "shared" else config.num_heads
+            gate = self.gate(x).unflatten(-1, (gated_heads, -1))  # (B, T, H or 1, 1 or D)
+            gate = gate.transpose(1, 2)  # (B, H or 1, T, 1 or D)
             gate = gate.sigmoid()
             out = out * ((1 + gate) / 2 if config.gate == "open" else gate)
         if config.head_merge == "add":

@@ -154,6 +154,19 @@ def test_an_open_gate_lets_at_least_a_half_of_each_element_through():
         assert_close(2 * block(x, {})[0, 0, 8:], other(x, {})[0, 0, 8:])
 
 
+def test_a_shared_gate_multiplies_the_elements_of_all_heads_alike():
+    gated, plain = own_model(gate="shared"), own_model()
+    block, other = gated.blocks[0].attention, plain.blocks[0].attention
+    heads, head_dim = gated.config.num_heads, gated.config.head_dim
+    assert block.gate.weight.shape == (head_dim, 16)
+    x = torch.randn(1, 21, 16)
+    with torch.no_grad():
+        for attention in (block, other):
+            attention.out.weight.copy_(torch.eye(16))
+        expected = other(x, {}) * block.gate(x).sigmoid().tile(heads)
+        assert_close(block(x, {}), expected)
+
+
 def test_a_constant_gate_multiplies_each_element_of_a_heads_output_alike_for_every_token():
     gated, plain, ids = own_model(gate="constant"), own_model(), tokens(2, 21)
     block, other = gated.blocks[0].attention, plain.blocks[0].attention
@@ -311,7 +324,7 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason():
         refuses("sink_token cannot be combined", own_model, sink_token=True, attention=spec)
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
     refuses("num_heads must be an integer, got None", own_model, num_heads=None)
-    refuses("gate must be one of none, head, element, open, constant", own_model, gate="both")
+    refuses("gate must be one of none, head, element, shared, open, constant", own_model, gate="both")
     refuses("sink_token must be of type bool", own_model, sink_token="yes")
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
     refuses("prefix must be at most", own_model, attention=AttentionSpec(prefix=33))
