@@ -324,7 +324,9 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason():
         refuses("sink_token cannot be combined", own_model, sink_token=True, attention=spec)
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
     refuses("num_heads must be an integer, got None", own_model, num_heads=None)
-    refuses("gate must be one of none, head, element, shared, open, constant", own_model, gate="both")
+    refuses(
+        "gate must be one of none, head, element, shared, open, constant", own_model, gate="both"
+    )
     refuses("sink_token must be of type bool", own_model, sink_token="yes")
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
     refuses("prefix must be at most", own_model, attention=AttentionSpec(prefix=33))
