@@ -236,7 +236,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     assert len(with_key) == 9 and with_key.idxmax() == 0  # the film's seed
     gates = ("gate_head", "gate_element", "gate_shared")
     gated = [later_blocks_with_a_sink(name) for name in gates]
-    said.add(f"can close the gate, {min(gated):.0f} to {max(gated):.0f} % have a sink")
+    few = "{:.0f}, {:.0f} and {:.0f} %".format(*gated)
+    said.add(f"three gates that a query can close, only {few} have a sink")
     usual = " and ".join(f"{runs.sink_1['default'].mean():.1f}" for runs in (desk, gpu))
     said.add(f"may come first, {usual} % do")
     of_fixed = [round(runs.sink_1["fixed_1"]) for runs in (desk, gpu)]
