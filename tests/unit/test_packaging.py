@@ -237,7 +237,9 @@ def test_each_number_of_ours_is_what_the_records_say():
     gates = ("gate_head", "gate_element", "gate_shared")
     gated = [later_blocks_with_a_sink(name) for name in gates]
     few = "{:.0f}, {:.0f} and {:.0f} %".format(*gated)
-    said.add(f"three gates that a query can close, only {few} have a sink")
+    said.add(f"three gates that a query can close only {few} have a sink")
+    always_open = [later_blocks_with_a_sink(name) for name in ("gate_open", "gate_constant")]
+    said.add("with two that it cannot, {:.0f} and {:.0f} %".format(*always_open))
     usual = " and ".join(f"{runs.sink_1['default'].mean():.1f}" for runs in (desk, gpu))
     said.add(f"may come first, {usual} % do")
     of_fixed = [round(runs.sink_1["fixed_1"]) for runs in (desk, gpu)]
