@@ -7,6 +7,7 @@ import constant_logit
 import denominator
 import first_tokens
 import four_bits
+import gates_close
 import inside
 import numpy as np
 import one_number
@@ -176,3 +177,52 @@ def test_a_model_bin_is_read_as_it_was_written():
     for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
         part = state[f"model.decoder.layers.0.self_attn.{name}.weight"]
         assert_close(part, torch.from_numpy(joined[2 * place : 2 * place + 2]).float())
+
+
+@pytest.mark.parametrize("kind", gates_close.GATES)
+def test_gates_are_seen_and_frozen(kind, ids):
+    kind = kind.removeprefix("gate_")
+    model = own_model(gate=kind).eval()
+    heads = model.config.num_heads
+    with gates_close.gates_seen(model) as seen:
+        losses, weights = gates_close.passed(model, ids)
+    plain = untouched(model, ids)
+    assert_close(losses, plain.losses[:, 1:].mean(dim=1), atol=1e-5, rtol=1e-4)
+    alpha = gates_close.weights_of_key(weights)
+    assert_close(alpha, plain.report.alpha[:, 0, 1:], atol=1e-5, rtol=1e-4)
+    # The mean gate of each head, query by query.
+    gates = gates_close.by_head(seen, kind, heads)
+    for layer, sigmoids in enumerate(seen):
+        for head in range(heads):
+            of_head = sigmoids.chunk(heads, dim=-1)[head] if kind != "shared" else sigmoids
+            mean = of_head.mean(dim=-1)[:, 1:]
+            mean = (1 + mean) / 2 if kind == "open" else mean
+            assert_close(gates[:, layer, head], mean)
+    # Frozen at what they are, all gates stay; at another number, they do not.
+    one = ids[:1].expand(2, -1)[:, :2]
+    with gates_close.gates_seen(model) as seen:
+        before = model(one)
+    with gates_close.gates_frozen(model, [gate[0, 1] for gate in seen]):
+        after = model(one)
+    assert_close(after[:, 1], before[:, 1], atol=1e-4, rtol=1e-4)
+    with gates_close.gates_frozen(model, [torch.full_like(gate[0, 1], 0.5) for gate in seen]):
+        assert not torch.allclose(model(one)[:, 1], before[:, 1], atol=1e-3)
+
+
+def test_shares_are_frozen_at_their_mean(ids):
+    model = own_model().eval()
+    means = gates_close.shares(model, ids)
+    change = gates_close.frozen(means, "x_1", gates_close.FIRST)
+    _, weights = gates_close.passed(model, ids, change)
+    expected = torch.stack(list(means.values()))[None, :, :, None].expand_as(weights)
+    assert_close(weights, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_queries_are_compared_without_the_mean_of_their_place():
+    rest = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(5.0)
+    found = gates_close.compared(rest + places, 1 - 0.1 * rest - 3 * places)
+    assert found["correlation"] == pytest.approx(-1, abs=1e-4)
+    assert found["rest"] == sorted(found["rest"])
+    assert found["other"] == sorted(found["other"], reverse=True)
+    assert np.mean(found["rest"]) == pytest.approx(float((rest + places).mean()), abs=1e-5)
