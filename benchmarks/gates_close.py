@@ -35,7 +35,7 @@ from sinkutils.names import subject
 
 GATES = ("gate_head", "gate_element", "gate_shared", "gate_open")
 SEEDS = (0, 1, 2)
-TEXTS, LENGTH = 64, 64
+TEXTS, OTHERS, LENGTH = 64, 56, 64  # the held-out documents are 120
 FIRST = 1  # the layer, counted from 0, that all this begins with
 FIFTHS = 5
 
@@ -174,7 +174,7 @@ def main() -> None:
             else:
                 su.train(su.config(name, "laptop", seed), folder, keep_weights=True)
                 measured = subject(str(folder / "laptop" / name / str(seed)))
-            ids = measured.inputs("natural", 2 * TEXTS, LENGTH)
+            ids = measured.inputs("natural", TEXTS + OTHERS, LENGTH)
             result, of_queries = looked_at(measured, ids[:TEXTS], ids[TEXTS:])
             keep("gates_close", f"{name}/{seed}", result)
             queries.setdefault(name, []).append(of_queries)
