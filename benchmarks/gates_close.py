@@ -8,6 +8,8 @@ second on:
 
 - the same queries: a query's attention to x_1 in the baseline beside how far a gated model's gates
   are open for it, in the mean over heads;
+- the same silence: for the same queries, the length of what attention gives a head, before and
+  behind the gate;
 - what must come and go: the loss with each gate frozen at its mean over other texts, or with each
   head's share of x_1 frozen so (`gate.py`);
 - what is left: by head, its mean gate and its extra attention.
@@ -41,11 +43,14 @@ FIFTHS = 5
 
 
 class Look:
-    """Observes a pass: the weights on x_1, with logits changed if one wishes, (B, H, T) by layer."""
+    """Observes a pass, with logits changed if one wishes: by layer, the weights on x_1, (B, H, T), and
+    what attention gives each query before the gate, (B, H, T, D).
+    """
 
     def __init__(self, change: Change = unchanged) -> None:
         self.change = change
         self.on_first: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def embedding(self, *_: Any) -> None: ...
 
@@ -57,7 +62,8 @@ class Look:
         logits = (q @ k.mT).masked_fill(~visible(rows[:, None], rows, spec), -torch.inf)
         shares = self.change(layer, q, k, logits).softmax(dim=-1)
         self.on_first.append(shares[..., 0])
-        return shares @ v  # before the gate
+        self.outputs.append(shares @ v)
+        return self.outputs[-1]
 
 
 def gate_layers(model: Any) -> list[nn.Linear]:
@@ -90,12 +96,31 @@ def gates_frozen(model: Any, means: list[Tensor]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def passed(model: Any, ids: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
+def passed(
+    model: Any, ids: Tensor, change: Change = unchanged, look: Look | None = None
+) -> tuple[Tensor, Tensor]:
     """The loss of tokens 3 to T by text, (B,), and the weights on x_1, (B, L, H, T - 1)."""
-    look = Look(change)
+    look = look or Look(change)
     logits = model(ids, look)
     nats = F.cross_entropy(logits[:, :-1].float().mT, ids[:, 1:], reduction="none")
     return nats[:, 1:].mean(dim=1), torch.stack(look.on_first[FIRST:], dim=1)[..., 1:]
+
+
+@contextmanager
+def heads_written(model: Any) -> Iterator[list[Tensor]]:
+    """What the output projections of the passes inside read, behind the gates: (B, T, H D) each."""
+    seen: list[Tensor] = []
+    with ExitStack() as hooks:
+        for block in model.blocks[FIRST:]:
+            out = block.attention.out
+            hook = out.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+            hooks.callback(hook.remove)
+        yield seen
+
+
+def lengths(outputs: list[Tensor]) -> Tensor:
+    """The mean length over layers and heads, by query: (B, T - 1). outputs: (B, H, T, D) each."""
+    return torch.stack(outputs).norm(dim=-1).mean(dim=(0, 2))[:, 1:]
 
 
 def by_head(sigmoids: list[Tensor], kind: str, heads: int) -> Tensor:
@@ -114,8 +139,10 @@ def looked_at(
     """The record of one model, and what its queries give x_1 and let through: (B, T - 1) each."""
     model: Any = measured.model
     config = model.config
-    with gates_seen(model) as seen:
-        losses, weights = passed(model, ids)
+    look = Look()
+    with gates_seen(model) as seen, heads_written(model) as merged:
+        losses, weights = passed(model, ids, look=look)
+    written = [m.unflatten(-1, (config.num_heads, -1)).transpose(1, 2) for m in merged]
     losses_frozen, _ = passed(model, ids, frozen(shares(model, others), "x_1", FIRST))
     extra = excess(weights_of_key(weights), LENGTH).mean(dim=0)
     result: dict[str, Any] = {
@@ -124,7 +151,11 @@ def looked_at(
         "share frozen": losses_frozen.tolist(),
         "extra": extra.flatten().tolist(),
     }
-    queries = {"rest": weights.mean(dim=(1, 2))}
+    queries = {
+        "rest": weights.mean(dim=(1, 2)),
+        "before": lengths(look.outputs[FIRST:]),
+        "behind": lengths(written),
+    }
     if seen:
         with gates_seen(model) as elsewhere:
             passed(model, others)
@@ -163,6 +194,19 @@ def compared(rest: Tensor, other: Tensor) -> dict[str, Any]:
     }
 
 
+def quieter(rest: Tensor, length: Tensor) -> list[float]:
+    """Lengths in the fifths of `compared`, over the geometric mean at a query's place."""
+    order = less_place(rest).flatten().argsort()
+    logs = less_place(length.log()).flatten()
+    return [float(logs[part].mean().exp()) for part in order.tensor_split(FIFTHS)]
+
+
+def pair(baseline: Tensor, of: dict[str, Tensor], number: str) -> dict[str, Any]:
+    """What a model's queries do, by their attention to x_1 in one baseline."""
+    silence = {place: quieter(baseline, of[place]) for place in ("before", "behind")}
+    return compared(baseline, of[number]) | silence
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
@@ -180,9 +224,10 @@ def main() -> None:
             queries.setdefault(name, []).append(of_queries)
     baselines = [of_seed["rest"] for of_seed in queries["fixed_1"]]
     for name in GATES:
-        pairs = [compared(rest, of["gate"]) for rest in baselines for of in queries[name]]
+        pairs = [pair(rest, of, "gate") for rest in baselines for of in queries[name]]
         keep("gates_close", f"fixed_1, {name}", _together(pairs))
-    pairs = [compared(baselines[i], baselines[j]) for i in SEEDS for j in SEEDS if i != j]
+    others = [(i, j) for i in SEEDS for j in SEEDS if i != j]
+    pairs = [pair(baselines[i], queries["fixed_1"][j], "rest") for i, j in others]
     keep("gates_close", "fixed_1, fixed_1", _together(pairs))
 
 
@@ -191,7 +236,7 @@ def _together(pairs: list[dict[str, Any]]) -> dict[str, Any]:
         "correlation": [pair["correlation"] for pair in pairs],
         **{
             name: np.mean([pair[name] for pair in pairs], axis=0).tolist()
-            for name in ("rest", "other")
+            for name in ("rest", "other", "before", "behind")
         },
     }
 

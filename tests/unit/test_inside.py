@@ -209,6 +209,30 @@ def test_gates_are_seen_and_frozen(kind, ids):
         assert not torch.allclose(model(one)[:, 1], before[:, 1], atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["none", "head"])
+def test_lengths_before_and_behind_the_gate(kind, ids):
+    model = own_model(gate=kind).eval()
+    look = gates_close.Look()
+    with gates_close.gates_seen(model) as seen, gates_close.heads_written(model) as merged:
+        gates_close.passed(model, ids, look=look)
+    before = look.outputs[gates_close.FIRST :]
+    behind = [m.unflatten(-1, (model.config.num_heads, -1)).transpose(1, 2) for m in merged]
+    if kind == "head":
+        before = [o * g.mT[..., None] for o, g in zip(before, seen, strict=True)]
+    assert_close(behind, before)
+    found = gates_close.lengths(behind)
+    mean = sum(o.square().sum(dim=-1).sqrt().mean(dim=1) for o in behind) / len(behind)
+    assert_close(found, mean[:, 1:])
+
+
+def test_quieter_is_a_ratio_to_the_usual_of_a_place():
+    rest = torch.arange(50.0).repeat(4, 1).T  # (texts, places): the same in each place
+    length = torch.exp(-0.1 * rest) * torch.tensor([1.0, 5.0, 0.2, 9.0])
+    found = gates_close.quieter(rest, length)
+    expected = torch.exp(-0.1 * (torch.tensor([4.5, 14.5, 24.5, 34.5, 44.5]) - 24.5))
+    assert_close(torch.tensor(found), expected, atol=1e-4, rtol=1e-3)
+
+
 def test_shares_are_frozen_at_their_mean(ids):
     model = own_model().eval()
     means = gates_close.shares(model, ids)

@@ -237,8 +237,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     later = su.runs("laptop").groupby("experiment").later_blocks.mean()
     closable, open_ = ["gate_head", "gate_element", "gate_shared"], ["gate_open", "gate_constant"]
     assert later[closable].max() < later["fixed_1"] / 3 and later[open_].min() > later["fixed_1"]
-    rarer = f"{gpu.sink_1['fixed_1']:.0f} % of the pairs have one with a fixed first token"
-    said.add(f"{rarer}, and {gpu.sink_1['default']:.1f} % where any token may come first")
+    said.add(f"a sink on a fixed first token is rarer: {gpu.sink_1['fixed_1']:.0f} % of the pairs")
+    said.add(f"in few heads (at 25M in {gpu.sink_1['default']:.1f} % of the pairs")
     resting = su.heads("gpu").query("experiment == 'k_bias' and alpha_star > 0.3")
     assert len(resting) == 2 and desk.sink_star.k_bias > 70  # "most heads", "two of 64"
     assert max(sizes.sink_1.k_bias for sizes in (desk, gpu)) < 0.3
