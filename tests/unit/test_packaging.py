@@ -223,7 +223,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     assert worst > np.log(49_152)  # an even guess
     said = {
         f"from the third token on changes by 0.00 ± {within:.2f} nats",
-        f"Set this one to zero instead: it rises by {without_added:.0f} nats, "
+        f"Set this one to zero instead, so that the others are no longer kept small: it rises by {without_added:.0f} nats, "
         "and the model is worse than an even guess",
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
