@@ -239,7 +239,8 @@ def test_each_number_of_ours_is_what_the_records_say():
     later = {name: later_blocks_with_a_sink(name) for name in ("fixed_1", "sigmoid")}
     assert later["sigmoid"] == 0
     said.add(
-        f"With softmax {later['fixed_1']:.1f} % of the pairs there have a sink, with sigmoid none"
+        f"With softmax {later['fixed_1']:.1f} % of the pairs there have a sink; with sigmoid, "
+        "whose weights need not add up to one, none has"
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in said if words not in readme] == []
