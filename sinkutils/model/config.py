@@ -149,8 +149,9 @@ class LMConfig:
     # head, element: sigmoid(W x_i) multiplies each head's output, or its elements, before W_O;
     # shared: sigmoid(W x_i) multiplies the elements of all heads alike, D gates for H heads;
     # open: (1 + sigmoid(W x_i)) / 2 multiplies its elements, so that a gate never closes;
-    # constant: sigmoid(b) multiplies its elements, the same for every token
-    gate: Literal["none", "head", "element", "shared", "open", "constant"] = "none"
+    # constant: sigmoid(b) multiplies its elements, the same for every token;
+    # value: sigmoid(W x_j) multiplies the elements of value j, before attention
+    gate: Literal["none", "head", "element", "shared", "open", "constant", "value"] = "none"
     qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
     # v_j is multiplied by r / (r + c): r = |v_j|^2, and each head learns its c (Chen and Yao 2026)
     value_scale: bool = False

@@ -152,6 +152,8 @@ class Attention(nn.Module):
             c = expected * self.value_scale.exp()[:, None, None]
             share = squared / (squared + c)
             v = v * share.to(v.dtype)
+        if config.gate == "value":
+            v = v * self.gates(x)
         # Queries and keys are normed, then rotated.
         if config.qk_norm:
             q = self.query_norm(q)
@@ -174,17 +176,20 @@ class Attention(nn.Module):
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate == "constant":
             out = out * self.gate_logit.sigmoid()[:, None].to(out.dtype)
-        elif config.gate != "none":
-            gated_heads = 1 if config.gate == "shared" else config.num_heads
-            gate = self.gate(x).unflatten(-1, (gated_heads, -1))  # (B, T, H or 1, 1 or D)
-            gate = gate.transpose(1, 2)  # (B, H or 1, T, 1 or D)
-            gate = gate.sigmoid()
+        elif config.gate not in ("none", "value"):
+            gate = self.gates(x)
             out = out * ((1 + gate) / 2 if config.gate == "open" else gate)
         if config.head_merge == "add":
             merged = out.sum(dim=1)  # (B, T, D)
         else:
             merged = out.transpose(1, 2).flatten(2)  # (B, T, H D)
         return self.out(merged)  # type: ignore[no-any-return]
+
+    def gates(self, x: Tensor) -> Tensor:
+        """sigmoid(W x) of each token, for the heads. x: (B, T, d) -> (B, H or 1, T, 1 or D)."""
+        gated_heads = 1 if self.config.gate == "shared" else self.config.num_heads
+        gate: Tensor = self.gate(x).unflatten(-1, (gated_heads, -1))  # (B, T, H or 1, 1 or D)
+        return gate.transpose(1, 2).sigmoid()
 
     def extras(self, tables: Tables, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""

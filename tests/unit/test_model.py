@@ -181,6 +181,19 @@ def test_a_constant_gate_multiplies_each_element_of_a_heads_output_alike_for_eve
     assert_close(measure(gated, ids).alpha[:, :, 0], measure(plain, ids).alpha[:, :, 0])
 
 
+def test_a_gate_on_the_values_multiplies_each_value_before_any_query_reads_it():
+    block = own_model(gate="value").blocks[0].attention
+    x = torch.randn(1, 21, 16)
+    with torch.no_grad():
+        block.out.weight.copy_(torch.eye(16))
+        q, k, v = block.qkv(x).chunk(3, dim=-1)  # (1, 21, 16) each, two heads of 8
+        v = v * block.gate(x).sigmoid()
+        for head in (slice(0, 8), slice(8, 16)):
+            logits = q[0, :, head] @ k[0, :, head].T / 8**0.5
+            weights = logits.masked_fill(torch.ones(21, 21).triu(1).bool(), -torch.inf).softmax(-1)
+            assert_close(block(x, {})[0, :, head], weights @ v[0, :, head])
+
+
 def test_ffns_are_those_of_table_11():
     phi = {
         "re": torch.relu,
@@ -325,7 +338,9 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
     refuses("num_heads must be an integer, got None", own_model, num_heads=None)
     refuses(
-        "gate must be one of none, head, element, shared, open, constant", own_model, gate="both"
+        "gate must be one of none, head, element, shared, open, constant, value",
+        own_model,
+        gate="both",
     )
     refuses("sink_token must be of type bool", own_model, sink_token="yes")
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
