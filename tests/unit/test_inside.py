@@ -14,6 +14,7 @@ import one_number
 import pytest
 import torch
 import two_neurons
+import values_gated
 import whisper_file
 from helpers import own_model, tokens
 from small_models import build
@@ -223,6 +224,37 @@ def test_lengths_before_and_behind_the_gate(kind, ids):
     found = gates_close.lengths(behind)
     mean = sum(o.square().sum(dim=-1).sqrt().mean(dim=1) for o in behind) / len(behind)
     assert_close(found, mean[:, 1:])
+
+
+def test_the_values_that_are_read_are_compared_with_those_in_view():
+    shares, length = torch.rand(2, 3, 12, 12).tril(), torch.rand(2, 3, 12)
+    shares = shares / shares.sum(dim=-1, keepdim=True)
+    ratios = []
+    for text in range(2):
+        for head in range(3):
+            for query in range(values_gated.SEES, 12):
+                weights, seen = (x[text, head][..., 1 : query + 1] for x in (shares, length))
+                ratios.append((weights[query] @ seen) / weights[query].sum() / seen.mean())
+    found = values_gated.of_values(shares, length)
+    assert found["read"] == pytest.approx(float(sum(ratios) / len(ratios)), rel=1e-5)
+    first = length[..., 0] / length[..., 1:].mean(dim=-1)
+    assert found["first"] == pytest.approx(float(first.mean()), rel=1e-5)
+
+
+def test_values_are_seen_behind_their_gate(ids):
+    model = own_model(gate="value").eval()
+    look = values_gated.Values()
+    losses, _ = gates_close.passed(model, ids, look=look)
+    assert_close(losses, untouched(model, ids).losses[:, 1:].mean(dim=1), atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        model.blocks[1].attention.gate.weight.zero_()  # all gates of a block at a half
+        at_half = values_gated.Values()
+        gates_close.passed(model, ids, look=at_half)
+        model.blocks[1].attention.qkv.weight[32:] *= 2
+        twice = values_gated.Values()
+        gates_close.passed(model, ids, look=twice)
+    assert look.read[0] == at_half.read[0] and look.read[1] != at_half.read[1]
+    assert twice.read[1]["read"] == pytest.approx(at_half.read[1]["read"], rel=1e-4)
 
 
 def test_quieter_is_a_ratio_to_the_usual_of_a_place():
