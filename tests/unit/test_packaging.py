@@ -220,7 +220,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
-        f"Trained without the key, {mean.sink_1.fixed_1:.1f} % of the pairs have a sink on the first token",
+        f"{mean.sink_1.fixed_1:.1f} % of the pairs of a model trained without the key have a sink on the first token",
         f"With it none has, and {mean.sink_star.k_bias:.1f} % have one on the key",
         f"{smol:.2f} % [",
     }
