@@ -139,8 +139,8 @@ def test_papermill_runs_a_notebook_and_leaves_the_checkout_as_it_was(tmp_path):
 
 
 def test_a_failing_notebook_is_named_and_an_unknown_parameter_refused_before_it_runs(tmp_path):
-    assert run_notebooks({"length": 0}, tmp_path, ["B"]) == ["B_repeated_tokens"]
-    with refused("B_repeated_tokens has no parameter lenght; it has length, seed"):
+    assert run_notebooks({"length": 0}, tmp_path, ["B"]) == ["B_more_measurements"]
+    with refused("B_more_measurements has no parameter lenght; it has length, seed, preset, texts"):
         run_notebooks({"lenght": 100}, tmp_path / "out", ["B"])
     assert not (tmp_path / "out").exists()
 
