@@ -60,6 +60,15 @@ def output(logits: Tensor, v: Tensor, case: str, late: Tensor) -> Tensor:
     return torch.where(late[:, None], cut, first + others)
 
 
+def masked_logits(q: Tensor, k: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """(B, H, T, T), in float32: each query sees the first key and the last WINDOW - 1."""
+    k = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    rows = torch.arange(q.shape[2])
+    behind = rows[:, None] - rows >= WINDOW - 1
+    forgotten = behind & (rows > 0)  # (T, T)
+    return (q.float() @ k.mT * scaling + mask).masked_fill(forgotten, -torch.inf)
+
+
 @contextmanager
 def losing(model: Any, case: str) -> Iterator[None]:
     """A model of transformers whose attention, behind the first WINDOW positions, is that of a case.
@@ -70,18 +79,10 @@ def losing(model: Any, case: str) -> Iterator[None]:
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        groups = q.shape[1] // k.shape[1]
-        kind = q.dtype
-        q = q.float()  # attention is computed in float32, whatever the weights are
-        k = k.float().repeat_interleave(groups, dim=1)
-        v = v.float().repeat_interleave(groups, dim=1)
-        rows = torch.arange(q.shape[2])
-        behind = rows[:, None] - rows >= WINDOW - 1
-        forgotten = behind & (rows > 0)  # (T, T)
-        logits = q @ k.mT * scaling + mask
-        logits = logits.masked_fill(forgotten, -torch.inf)
-        out = output(logits, v, case, rows >= WINDOW)
-        return out.transpose(1, 2).contiguous().to(kind), None
+        v = v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        late = torch.arange(q.shape[2]) >= WINDOW
+        out = output(masked_logits(q, k, mask, scaling), v, case, late)
+        return out.transpose(1, 2).contiguous().to(q.dtype), None
 
     AttentionInterface.register("losing", attend)
     AttentionMaskInterface.register("losing", eager_mask)
