@@ -70,8 +70,8 @@ def losses_of(model: Any, ids: Tensor, cut: Cut) -> list[float]:
 @torch.no_grad()
 def constant_value(measured: Subject) -> dict[str, Any]:
     model, start = measured.model, usual_first(measured)
-    ids = measured.inputs("natural", TEXTS, AROUND[1] - 1, first=start)
-    others = measured.inputs("natural", TEXTS, AROUND[1] - 1, seed=1, first=start)
+    both = measured.inputs("natural", 2 * TEXTS, AROUND[1] - 1, first=start)
+    ids, others = both[:TEXTS], both[TEXTS:]
     assert not (ids[:, None] == others).all(dim=-1).any(), "the means are of other texts"
     means: dict[int, Tensor] = {}
     spreads: dict[int, float] = {}
