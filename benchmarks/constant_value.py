@@ -11,19 +11,15 @@ what a query has beside that mean. Notebook 08 shows what comes out. Two minutes
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from inside import keep
-from lost_key import masked_logits
+from lost_key import Rule, late_losses
 from open_lms import usual_first
 from recall import AROUND, TEXTS, WINDOW
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 from sinkutils.measuring.probes import Subject
 from sinkutils.names import subject
@@ -32,39 +28,14 @@ from sinkutils.names import subject
 Cut = Callable[[int, Tensor], Tensor]
 
 
-@contextmanager
-def cutting(model: Any, cut: Cut) -> Iterator[None]:
-    """A model of transformers whose late queries, those behind WINDOW, get another A_i1 v_1.
-
-    Each query sees the first key and the last WINDOW - 1; its weights are as they were.
-    """
-
-    def attend(
-        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        v = v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        shares = masked_logits(q, k, mask, scaling).softmax(dim=-1)
+def cutting(cut: Cut) -> Rule:
+    def rule(layer: int, logits: Tensor, v: Tensor, late: Tensor) -> Tensor:
+        shares = logits.softmax(dim=-1)
         first = shares[..., :1] * v[:, :, :1]  # A_i1 v_1
         others = shares[..., 1:] @ v[:, :, 1:]
-        late = (torch.arange(q.shape[2]) >= WINDOW)[:, None]
-        out = others + torch.where(late, cut(module.layer_idx, first), first)
-        return out.transpose(1, 2).contiguous().to(q.dtype), None
+        return others + torch.where(late[:, None], cut(layer, first), first)
 
-    AttentionInterface.register("cutting", attend)
-    AttentionMaskInterface.register("cutting", eager_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("cutting")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def losses_of(model: Any, ids: Tensor, cut: Cut) -> list[float]:
-    """The mean loss of each text at positions WINDOW + 1 and on."""
-    with cutting(model, cut):
-        logits = model(ids, use_cache=False).logits[:, WINDOW - 1 : -1].float()
-    return F.cross_entropy(logits.mT, ids[:, WINDOW:], reduction="none").mean(dim=1).tolist()
+    return rule
 
 
 @torch.no_grad()
@@ -83,14 +54,14 @@ def constant_value(measured: Subject) -> dict[str, Any]:
         spreads[layer] = float(varies / late.square().sum())
         return first
 
-    losses_of(model, others, look)
+    late_losses(model, others, cutting(look))
     cuts: dict[str, Cut] = {
         "kept": lambda _, first: first,
         "lost": lambda _, first: torch.zeros_like(first),
         "mean in its place": lambda layer, first: means[layer].expand_as(first),
         "mean taken off": lambda layer, first: first - means[layer],
     }
-    losses = {name: losses_of(model, ids, cut) for name, cut in cuts.items()}
+    losses = {name: late_losses(model, ids, cutting(cut)) for name, cut in cuts.items()}
     # Of the sum of squares of A_i1 v_1, the share that is left beside the mean, by layer.
     return {"samples": TEXTS, "loss": losses, "share beside the mean": list(spreads.values())}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -60,18 +60,14 @@ def output(logits: Tensor, v: Tensor, case: str, late: Tensor) -> Tensor:
     return torch.where(late[:, None], cut, first + others)
 
 
-def masked_logits(q: Tensor, k: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """(B, H, T, T), in float32: each query sees the first key and the last WINDOW - 1."""
-    k = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    rows = torch.arange(q.shape[2])
-    behind = rows[:, None] - rows >= WINDOW - 1
-    forgotten = behind & (rows > 0)  # (T, T)
-    return (q.float() @ k.mT * scaling + mask).masked_fill(forgotten, -torch.inf)
+# rule(layer, logits, v, late) -> what attention returns, (B, H, T, D); the arguments as in `output`.
+Rule = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @contextmanager
-def losing(model: Any, case: str) -> Iterator[None]:
-    """A model of transformers whose attention, behind the first WINDOW positions, is that of a case.
+def attending(model: Any, rule: Rule) -> Iterator[None]:
+    """A model of transformers whose attention is that of a rule. The queries behind the first WINDOW
+    positions are `late`.
 
     Each query sees the first key and the last WINDOW - 1.
     """
@@ -79,19 +75,38 @@ def losing(model: Any, case: str) -> Iterator[None]:
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        v = v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        late = torch.arange(q.shape[2]) >= WINDOW
-        out = output(masked_logits(q, k, mask, scaling), v, case, late)
-        return out.transpose(1, 2).contiguous().to(q.dtype), None
+        groups = q.shape[1] // k.shape[1]
+        kind = q.dtype
+        q = q.float()  # attention is computed in float32, whatever the weights are
+        k = k.float().repeat_interleave(groups, dim=1)
+        v = v.float().repeat_interleave(groups, dim=1)
+        rows = torch.arange(q.shape[2])
+        behind = rows[:, None] - rows >= WINDOW - 1
+        forgotten = behind & (rows > 0)  # (T, T)
+        logits = q @ k.mT * scaling + mask
+        logits = logits.masked_fill(forgotten, -torch.inf)
+        out = rule(module.layer_idx, logits, v, rows >= WINDOW)
+        return out.transpose(1, 2).contiguous().to(kind), None
 
-    AttentionInterface.register("losing", attend)
-    AttentionMaskInterface.register("losing", eager_mask)
+    AttentionInterface.register("by a rule", attend)
+    AttentionMaskInterface.register("by a rule", eager_mask)
     before = model.config._attn_implementation
-    model.set_attn_implementation("losing")
+    model.set_attn_implementation("by a rule")
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def late_losses(model: Any, ids: Tensor, rule: Rule) -> list[float]:
+    """The mean loss of each text at positions WINDOW + 1 and on."""
+    with attending(model, rule):
+        logits = model(ids, use_cache=False).logits[:, WINDOW - 1 : -1].float()
+    return F.cross_entropy(logits.mT, ids[:, WINDOW:], reduction="none").mean(dim=1).tolist()
+
+
+def losing(case: str) -> Rule:
+    return lambda _, logits, v, late: output(logits, v, case, late)
 
 
 @torch.no_grad()
@@ -99,13 +114,7 @@ def of_a_real_model(measured: Subject) -> dict[str, list[float]]:
     """The mean loss of each text at positions WINDOW + 1 and on, by case."""
     model = measured.model
     ids = measured.inputs("natural", TEXTS, AROUND[1] - 1, first=usual_first(measured))
-    losses = {}
-    for case in CASES:
-        with losing(model, case):
-            logits = model(ids, use_cache=False).logits[:, WINDOW - 1 : -1].float()
-        nats = F.cross_entropy(logits.mT, ids[:, WINDOW:], reduction="none")
-        losses[case] = nats.mean(dim=1).tolist()
-    return losses
+    return {case: late_losses(model, ids, losing(case)) for case in CASES}
 
 
 class Losing:

@@ -5,6 +5,7 @@ import re
 from functools import partial
 
 import alone
+import constant_value
 import lost_key
 import mechanism
 import numpy as np
@@ -637,7 +638,7 @@ def test_a_lost_key_is_that_of_a_streaming_cache(monkeypatch):
         without = run(capture, inputs, hidden=forgotten).losses
     expected = {"kept": stream(model, ids, window=3, sinks=1).losses, "both lost": without}
     for case, losses in expected.items():
-        with torch.no_grad(), lost_key.losing(model, case):
+        with torch.no_grad(), lost_key.attending(model, lost_key.losing(case)):
             logits = model(ids, use_cache=False).logits[:, :-1]
         nats = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
         assert_close(nats, losses, atol=1e-5, rtol=1e-5)
@@ -654,6 +655,27 @@ def test_in_our_own_model_a_lost_key_changes_every_token_but_the_first():
         assert different.tolist() == [False] + [case != "kept"] * (LENGTH - 1)
     with torch.no_grad():
         assert_close(model(ids), plain)  # left as it was
+
+
+# --- benchmarks/constant_value.py
+
+
+def test_a_cut_value_is_a_lost_one_or_as_it_was():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 1, 5, 5, generator=generator).masked_fill(
+        torch.ones(5, 5).triu(1).bool(), -torch.inf
+    )
+    v = torch.randn(2, 1, 5, 3, generator=generator)
+    late = torch.arange(5) >= 3
+    cuts = {
+        "kept": lambda _, first: first,
+        "value lost": lambda _, first: torch.zeros_like(first),
+    }
+    for case, cut in cuts.items():
+        out = constant_value.cutting(cut)(0, logits, v, late)
+        assert_close(out, lost_key.output(logits, v, case, late))
+    shifted = constant_value.cutting(lambda _, first: first - 1)(0, logits, v, late)
+    assert_close(shifted, logits.softmax(-1) @ v - late[:, None].float())
 
 
 # --- benchmarks/recall.py
