@@ -208,6 +208,14 @@ def test_each_number_of_ours_is_what_the_records_say():
     dropped, kept = (
         (leaving[name] - leaving["full"])[:, 8:].mean() for name in ("128 + 0", "127 + 1")
     )
+    of_value = json.loads((LEDGER / "constant_value.json").read_text())
+    constant, of_gemma = (
+        np.subtract(
+            of_value[name]["loss"]["mean in its place"], of_value[name]["loss"]["kept"]
+        ).mean()
+        for name in files
+    )
+    assert of_gemma < 0.025
     desk, gpu = (su.runs(preset).set_index("experiment") for preset in ("desk", "gpu"))
     state = json.loads((LEDGER / "one_number.json").read_text())["smollm2"]
     of_texts = np.subtract(
@@ -220,6 +228,7 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"reaches {max(real['smollm2']['mechanism']['element']):,.0f} times the median",
         f"the loss rises by {dropped:.2f} nats per token",
         f"With that one key kept it rises by {kept:.2f}",
+        f"it rises by another {constant:.2f}. Gemma behaves the same way",
         f"{mean.sink_1.fixed_1:.1f} % of the pairs of a model trained without the key have a sink on the first token",
         f"With it none has, and {mean.sink_star.k_bias:.1f} % have one on the key",
         f"{smol:.2f} % [",
