@@ -71,16 +71,20 @@ def save(figure: Figure | Axes, name: str) -> Path:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a PNG with a palette of 256 colours.
+    """A figure as a PNG with a palette of 128 colours.
 
-    This takes a third of the bytes, and is enough for lines and text.
+    This takes a quarter of the bytes, and is enough for lines and text.
     """
     drawn = io.BytesIO()
     with warnings.catch_warnings():
         # Tokens may have characters of any language, for which the font has no glyph.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    reduced = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    reduced = (
+        Image.open(drawn)
+        .convert("RGB")
+        .quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    )
     small = io.BytesIO()
     reduced.save(small, format="png", optimize=True)
     return small.getvalue()
