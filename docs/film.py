@@ -12,13 +12,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from PIL import Image
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
 
 import sinkutils as su
 from sinkutils import plots
 from sinkutils.plots.theme import COLORS
 
-WIDTH, HEIGHT = 720, 290  # of a frame
+WIDTH, HEIGHT = 720, 290  # of a frame without its title
+TITLE = "Heads grow a sink on the first token, or on a key of their own"
+BAND = 30  # height of the title
 DRAW = Path(plots.__file__).with_name("draw.js")
 PAGE = f"""<!DOCTYPE html><meta charset="utf-8">
 <style>
@@ -52,6 +55,16 @@ def frames(name: str) -> list[dict]:
     return [{"alpha": now[0].tolist(), "star": now[-1].tolist()} for now in shares]
 
 
+def titled(frame: Image.Image) -> Image.Image:
+    """The frame with the film's title above it."""
+    whole = Image.new("RGB", (WIDTH, BAND + HEIGHT), "white")
+    whole.paste(frame, (0, BAND))
+    bold = font_manager.findfont(font_manager.FontProperties(family="DejaVu Sans", weight="bold"))
+    font = ImageFont.truetype(bold, 17)
+    ImageDraw.Draw(whole).text((WIDTH / 2, BAND), TITLE, fill="#222", font=font, anchor="ms")
+    return whole
+
+
 steps = [point["step"] for point in su.record("fixed_1", "laptop", 0).metrics["curve"]]
 softmax = [{"alpha": frame["alpha"]} for frame in frames("fixed_1")]
 data = {"steps": steps, "softmax": softmax, "ownKey": frames("k_bias"), "colors": COLORS}
@@ -67,7 +80,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 palette, images = strip.quantize(16), []  # one for all, so that a frame holds only what moved
 for time in range(len(steps)):
-    image = strip.crop((0, HEIGHT * time, WIDTH, HEIGHT * (time + 1)))
+    image = titled(strip.crop((0, HEIGHT * time, WIDTH, HEIGHT * (time + 1))))
     images.append(image.quantize(palette=palette, dither=Image.Dither.NONE))
 # The beginning, where heads move most, and the end, which one wants to look at, stand still for a while.
 durations = [800] + [200] * (len(steps) - 2) + [1800]

@@ -246,6 +246,19 @@ def test_each_number_of_ours_is_what_the_records_say():
     later = su.runs("laptop").groupby("experiment").later_blocks.mean()
     closable, open_ = ["gate_head", "gate_element", "gate_shared"], ["gate_open", "gate_constant"]
     assert later[closable].max() < later["fixed_1"] / 3 and later[open_].min() > later["fixed_1"]
+    left = (100 * later[closable] / later["fixed_1"]).round()
+    said.add(
+        f"A gate that a query can close leaves {left.min():.0f} to {left.max():.0f} % "
+        "of the later blocks' sink"
+    )
+    third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}  # the BOS in place 3
+    first, bos = (np.mean(third["smollm2"][token]) for token in ("first", "bos"))
+    its_bos = [np.mean(real["gemma-3-270m"]["moved"]["alpha"][k]["bos"]) for k in ("1", "3")]
+    said.add(
+        f"SmolLM2 still gives the first token {first:.2f} of its attention, and the BOS {bos:.2f}. "
+        f"Gemma gives its BOS {its_bos[0]:.2f}, in third place as in first"
+    )
+    assert f"{its_bos[0]:.2f}" == f"{its_bos[1]:.2f}"
     said.add(f"a sink on a fixed first token is rarer: {gpu.sink_1['fixed_1']:.0f} % of the pairs")
     said.add(f"in few heads (at 25M in {gpu.sink_1['default']:.1f} % of the pairs")
     resting = su.heads("gpu").query("experiment == 'k_bias' and alpha_star > 0.3")
@@ -269,6 +282,9 @@ def test_each_number_of_ours_is_what_the_records_say():
         assert sinks[:, 0].any() and not sinks[:, 1:].any()
     ledger = (ROOT / "notebooks" / "10_ledger.ipynb").read_text("utf-8")
     assert "agree: 47; by chance" in ledger and "of 55 settings 32" in ledger
+    assert "agree with the settings that have dead heads: 51 of 60" in ledger
+    assert "in 47 of 55 settings; five more, which have dead heads" in readme
+    assert "With these it is 51 of 60" in readme
     assert "of 79 judged under both 57 have the same verdict" in ledger
     assert "clear under both: 28, 28 of them alike" in ledger
     trust = (ROOT / "docs" / "reliability.md").read_text("utf-8")
