@@ -7,6 +7,7 @@ import constant_logit
 import denominator
 import first_tokens
 import four_bits
+import gate_shuffled
 import gates_close
 import inside
 import numpy as np
@@ -282,3 +283,29 @@ def test_queries_are_compared_without_the_mean_of_their_place():
     assert found["rest"] == sorted(found["rest"])
     assert found["other"] == sorted(found["other"], reverse=True)
     assert np.mean(found["rest"]) == pytest.approx(float((rest + places).mean()), abs=1e-5)
+
+
+# --- benchmarks/gate_shuffled.py
+
+
+def test_shares_of_the_first_key_are_swapped_or_doubled_and_the_rest_is_divided_as_before():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.ones(6, 6).triu(1).bool()
+    logits = torch.randn(2, 3, 6, 6, generator=generator).masked_fill(hidden, -torch.inf)
+    before = logits.softmax(dim=-1)
+    usual = before[:, :, 1:, 0].mean(dim=(0, 2))  # (H,)
+    swap = gate_shuffled.shuffled(1)
+    double = gate_shuffled.doubled({1: usual}, 1)
+    assert swap(0, None, None, logits) is logits  # a block that is left alone
+    assert double(0, None, None, logits) is logits
+    for change in (swap, double):
+        after = change(1, None, None, logits).softmax(dim=-1)
+        assert not torch.allclose(after, before)
+        assert_close(after[:, :, 0], before[:, :, 0])  # the first query has one key
+        rest = after[:, :, 1:, 1:] / after[:, :, 1:, 1:].sum(dim=-1, keepdim=True)
+        assert_close(rest, before[:, :, 1:, 1:] / before[:, :, 1:, 1:].sum(dim=-1, keepdim=True))
+    swapped = swap(1, None, None, logits).softmax(dim=-1)[:, :, 1:, 0]
+    assert_close(swapped.sort(dim=-1).values, before[:, :, 1:, 0].sort(dim=-1).values)
+    away = double(1, None, None, logits).softmax(dim=-1)[:, :, 1:, 0].logit()
+    there = before[:, :, 1:, 0].logit()
+    assert_close(away - there, there - usual.logit()[:, None])
