@@ -226,7 +226,7 @@ def test_each_number_of_ours_is_what_the_records_say():
     places = real["smollm2"]["positions"]["sink"]
     said = {
         f"from the third token on changes by 0.00 ± {within:.2f} nats",
-        f"costs SmolLM2 {dropped:.2f} nats per token",
+        f"costs SmolLM2 {dropped:.2f} nats per token over the next 64",
         f"With that one key kept it is {kept:.2f}. "
         f"Of what its value brings, a constant is enough: that adds {constant:.2f}",
         f"at most {max(places[1:32]):.1f} % have one on any single one of the next 31",
